@@ -1,0 +1,1 @@
+"""Triton-language kernels and their torch references; nothing about serving."""

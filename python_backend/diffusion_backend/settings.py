@@ -1,0 +1,251 @@
+"""What a request may ask for: names, limits and defaults, with one owner.
+
+``ModelLimits`` is read from the parameters of a model's ensemble (``config.pbtxt``), so an operator edits one file.
+``resolve`` turns what a client sent into ``Settings``: every field filled and checked. The encode stage resolves;
+the adapter resolves too, to refuse a bad request before it costs anything; the later stages ``check`` what reaches
+them, since a direct client can forge a stage's input. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from diffusion_backend.errors import invalid, show
+from diffusion_backend.quality import QUALITIES, Tier, resolve_tier
+
+MAX_PROMPT_CHARACTERS = 32_000
+MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back exactly
+
+
+class ModelLimits(BaseModel):
+    """What one model is and accepts: the parameters of its ensemble.
+
+    All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    pipeline_class: str
+    task: str
+    created: int
+    dtype: str = "auto"
+    default_prompt: str
+    default_width: int
+    default_height: int
+    size_multiple: int
+    max_width: int
+    max_height: int
+    default_num_inference_steps: int
+    max_num_inference_steps: int
+    guidance_argument: str | None = None
+    default_guidance_scale: float | None = None
+    max_guidance_scale: float = 100.0
+    default_negative_prompt: str | None = None
+    default_quality: Tier = Tier.LOSSLESS
+    call_arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("call_arguments", mode="before")
+    @classmethod
+    def _parse_json(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @property
+    def takes_negative_prompt(self) -> bool:
+        return self.default_negative_prompt is not None
+
+
+class Settings(BaseModel):
+    """One request, resolved: what every stage goes by, and what travels with its tensors as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: str
+    negative_prompt: str | None
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float | None
+    seed: int
+    quality: str
+
+
+# The request parameters of the ensemble. Prompts are tensors, not parameters.
+PARAMETERS = ("width", "height", "num_inference_steps", "guidance_scale", "seed", "quality")
+
+
+def resolve(
+    limits: ModelLimits, prompt: object, negative_prompt: object, parameters: Mapping[str, object]
+) -> Settings:
+    """Fill the model's defaults into a request and check every value.
+
+    ``None`` means "not given" everywhere.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
+    """
+    unknown = sorted(set(parameters) - set(PARAMETERS))
+    if unknown:
+        raise invalid(
+            unknown[0],
+            f"{show(unknown[0])} is not a parameter of this model; allowed: {', '.join(PARAMETERS)}",
+            "unknown_parameter",
+        )
+    given = {name: value for name, value in parameters.items() if value is not None}
+    fields = {
+        "prompt": prompt,
+        "negative_prompt": limits.default_negative_prompt if negative_prompt is None else negative_prompt,
+        "width": given.get("width", limits.default_width),
+        "height": given.get("height", limits.default_height),
+        "num_inference_steps": given.get("num_inference_steps", limits.default_num_inference_steps),
+        "guidance_scale": given.get("guidance_scale", limits.default_guidance_scale),
+        "seed": given.get("seed", secrets.randbelow(2**32)),
+        "quality": given.get("quality", "auto"),
+    }
+    return check(limits, fields)
+
+
+def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
+    """``Settings`` from all of their fields, each one within the model's limits.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
+    """
+    missing = [name for name in Settings.model_fields if name not in fields]
+    extra = [name for name in fields if name not in Settings.model_fields]
+    if missing or extra:
+        raise invalid("settings", f"'settings' lacks {missing} and has unknown {extra}")
+    resolve_tier(fields["quality"], limits.default_quality)
+    settings = Settings(
+        prompt=check_prompt(fields["prompt"]),
+        negative_prompt=_negative_prompt(limits, fields["negative_prompt"]),
+        width=_side("width", fields["width"], limits.size_multiple, limits.max_width),
+        height=_side("height", fields["height"], limits.size_multiple, limits.max_height),
+        num_inference_steps=_integer(
+            "num_inference_steps", fields["num_inference_steps"], 1, limits.max_num_inference_steps
+        ),
+        guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
+        seed=_integer("seed", fields["seed"], 0, MAX_SEED),
+        quality=str(fields["quality"]),
+    )
+    if settings.negative_prompt != limits.default_negative_prompt and (settings.guidance_scale or 0) <= 1:
+        raise invalid(
+            "negative_prompt",
+            f"'negative_prompt' has no effect with guidance_scale {settings.guidance_scale}; "
+            "allowed: a guidance_scale above 1, or no negative_prompt",
+        )
+    return settings
+
+
+def parse_size(size: object, limits: ModelLimits) -> tuple[int, int]:
+    """(width, height) in pixels from ``"WIDTHxHEIGHT"``; ``None`` and ``"auto"`` are the model's own size.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the multiple and the maximum.
+    """
+    if size is None or size == "auto":
+        return limits.default_width, limits.default_height
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", size) if isinstance(size, str) else None
+    try:
+        if match is None:
+            raise ValueError
+        width, height = int(match[1]), int(match[2])
+        for side, largest in ((width, limits.max_width), (height, limits.max_height)):
+            if not limits.size_multiple <= side <= largest or side % limits.size_multiple:
+                raise ValueError
+    except ValueError:
+        raise invalid(
+            "size",
+            f"'size' is {show(size)}; allowed: 'auto' ({limits.default_width}x{limits.default_height}) or "
+            f"'WIDTHxHEIGHT', both multiples of {limits.size_multiple}, "
+            f"at most {limits.max_width}x{limits.max_height}",
+            "invalid_size",
+        ) from None
+    return width, height
+
+
+def check_prompt(prompt: object, param: str = "prompt") -> str:
+    """A prompt that a text encoder can read.
+
+    Raises:
+        DiffusionError: INVALID_ARG when it is no string, blank, too long, or not valid Unicode.
+    """
+    text = _text(prompt, param)
+    if not text.strip():
+        raise invalid(param, f"'{param}' is {show(text)}; allowed: a text that is not blank", "empty_prompt")
+    return text
+
+
+def _text(value: object, param: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(param, f"'{param}' is {show(value)}; allowed: a string")
+    if len(value) > MAX_PROMPT_CHARACTERS:
+        raise invalid(
+            param,
+            f"'{param}' has {len(value)} characters; allowed: at most {MAX_PROMPT_CHARACTERS}",
+            "string_too_long",
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise invalid(
+            param,
+            f"'{param}' is {show(value)}; allowed: valid Unicode, without lone surrogates",
+            "invalid_unicode",
+        ) from None
+    return value
+
+
+def _negative_prompt(limits: ModelLimits, value: object) -> str | None:
+    if limits.takes_negative_prompt:
+        return _text("" if value is None else value, "negative_prompt")
+    if value is not None and value != "":
+        raise invalid(
+            "negative_prompt", f"'negative_prompt' is {show(value)}; this model takes no negative prompt"
+        )
+    return None
+
+
+def _guidance_scale(limits: ModelLimits, value: object) -> float | None:
+    if limits.guidance_argument is None:
+        if value is not None:
+            raise invalid(
+                "guidance_scale", f"'guidance_scale' is {show(value)}; this model takes no guidance"
+            )
+        return None
+    largest = limits.max_guidance_scale
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        ok = False
+    else:
+        ok = 0 <= value <= largest
+    if not ok:
+        raise invalid(
+            "guidance_scale", f"'guidance_scale' is {show(value)}; allowed: numbers from 0 to {largest:g}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid(name, f"'{name}' is {show(value)}; allowed: integers from {low} to {high}")
+    return value
+
+
+def _side(name: str, value: object, multiple: int, largest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value % multiple or not 1 <= value <= largest:
+        raise invalid(
+            name,
+            f"'{name}' is {show(value)}; allowed: multiples of {multiple} from {multiple} to {largest}",
+            "invalid_size",
+        )
+    return value
+
+
+__all__ = ["QUALITIES", "ModelLimits", "Settings", "check", "check_prompt", "parse_size", "resolve"]

@@ -1,0 +1,135 @@
+"""What the three stage models share: their configuration, their device, and how they answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.model_config import read_model_config
+from diffusion_backend.settings import ModelLimits
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("diffusion_backend")
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What a stage learns from its own and its ensemble's ``config.pbtxt``."""
+
+    model: str
+    limits: ModelLimits
+    source: str
+    device: torch.device
+    dtype: torch.dtype | None
+    parameters: dict[str, str]
+
+
+def start_stage(args: dict[str, str]) -> StageConfig:
+    """Set up logging and read the configuration; ``args`` is what Triton gives ``initialize``."""
+    import diffusers
+    import transformers
+
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(levelname).1s {args['model_name']}: %(message)s"
+    )
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    parameters = {
+        key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
+    }
+    ensemble = Path(args["model_repository"]).parent / parameters["ensemble"]
+    limits = ModelLimits.model_validate(read_model_config(ensemble).parameters)
+    device = choose_device(args["model_instance_kind"], args["model_instance_device_id"])
+    return StageConfig(
+        model=args["model_name"],
+        limits=limits,
+        source=resolve_source(limits.source, ensemble),
+        device=device,
+        dtype=choose_dtype(limits.dtype, device),
+        parameters=parameters,
+    )
+
+
+def resolve_source(source: str, ensemble: Path) -> str:
+    """A relative ``source`` that is there means a folder inside the ensemble's own; else it is a path or a hub id."""
+    inside = ensemble / source
+    return str(inside) if not Path(source).is_absolute() and inside.is_dir() else source
+
+
+def choose_device(kind: str, device_id: str) -> torch.device:
+    """The instance's GPU if it has one, else the CPU; ``TRITON_DIFFUSION_DEVICE`` (cpu, cuda) overrules.
+
+    Raises:
+        DiffusionError: cuda is demanded and there is none.
+    """
+    import torch
+
+    wish = os.environ.get("TRITON_DIFFUSION_DEVICE", "auto")
+    if wish not in ("auto", "cpu", "cuda"):
+        raise DiffusionError(f"TRITON_DIFFUSION_DEVICE is {wish!r}; allowed: auto, cpu, cuda")
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise DiffusionError("TRITON_DIFFUSION_DEVICE is cuda, but torch finds no CUDA device")
+    use_gpu = wish == "cuda" or (wish == "auto" and kind == "GPU" and torch.cuda.is_available())
+    return torch.device("cuda", int(device_id)) if use_gpu else torch.device("cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """``auto``: what the weights are stored in (None) on a GPU, float32 on a CPU."""
+    import torch
+
+    if name == "auto":
+        return None if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+
+
+def text_tensor(name: str, text: str, shape: tuple[int, ...] = (1,)) -> Any:
+    """A BYTES tensor of one element."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.Tensor(name, np.array([text.encode()], dtype=np.object_).reshape(shape))
+
+
+def text_input(request: Any, name: str) -> str | None:
+    """The one element of a BYTES input, or None when the optional input is absent.
+
+    Raises:
+        DiffusionError: it is not valid UTF-8.
+    """
+    import triton_python_backend_utils as pb_utils
+
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        return None
+    try:
+        return bytes(tensor.as_numpy().reshape(-1)[0]).decode()
+    except UnicodeDecodeError as error:
+        raise DiffusionError(
+            f"'{name}' is not valid UTF-8: {error.reason} at byte {error.start}",
+            param=name,
+            code="invalid_unicode",
+            status=Status.INVALID_ARG,
+        ) from None
+
+
+def error_response(error: Exception) -> Any:
+    """Triton's form of an error. What is not ours is logged in full and answered in general words."""
+    import triton_python_backend_utils as pb_utils
+
+    if not isinstance(error, DiffusionError):
+        logger.error("request failed", exc_info=error)
+        error = DiffusionError(f"the model failed with {type(error).__name__}", code="internal_error")
+    code = getattr(pb_utils.TritonError, error.status.value)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(error.to_text(), code))

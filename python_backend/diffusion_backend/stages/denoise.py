@@ -1,0 +1,93 @@
+"""The denoise stage: ``conditioning`` in, ``latents`` and slim ``settings`` out, on a thread of its own."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from diffusion_backend.engine import Engine, Job
+from diffusion_backend.settings import check
+from diffusion_backend.stages import common
+from diffusion_backend.stages.decode_settings import DecodeSettings
+
+
+class TritonPythonModel:
+    """Runs the pipeline's own denoising loop. ``execute`` only admits; the engine's thread answers."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        from diffusion_backend import conditioning, loading, seams
+
+        self._conditioning, self._seams = conditioning, seams
+        self._config = common.start_stage(args)
+        self._pipe, _ = loading.load_stage(
+            loading.open_pipeline(self._config.source),
+            loading.Stage.DENOISE,
+            device=self._config.device,
+            dtype=self._config.dtype,
+            methods=seams.STAND_IN_METHODS,
+        )
+        self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._admit(request)
+
+    def finalize(self) -> None:
+        self._engine.close()
+
+    def _admit(self, request: Any) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        sender = request.get_response_sender()
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+        def fail(error: Exception) -> None:
+            sender.send(common.error_response(error), flags=final)
+
+        def succeed(response: Any) -> None:
+            sender.send(response, flags=final)
+
+        try:
+            # The copy matters: the input's memory is Triton's again once execute returns.
+            blob = pb_utils.get_input_tensor_by_name(request, "conditioning").as_numpy().tobytes()
+            conditioning = self._conditioning.unpack(blob)
+            settings = check(self._config.limits, conditioning.settings)
+            self._engine.submit(
+                Job(
+                    request_id=request.request_id() or str(uuid.uuid4()),
+                    run=lambda: self._denoise(conditioning, settings),
+                    succeed=succeed,
+                    fail=fail,
+                )
+            )
+        except Exception as error:
+            fail(error)
+
+    def _denoise(self, conditioning: Any, settings: Any) -> Any:
+        import triton_python_backend_utils as pb_utils
+
+        started = time.perf_counter()
+        arguments = self._seams.call_arguments(self._pipe, self._config.limits, settings)
+        denoised = self._seams.replay(self._pipe, conditioning.calls, arguments, settings.seed)
+        decode_settings = DecodeSettings(
+            width=settings.width,
+            height=settings.height,
+            quality=settings.quality,
+            seed=settings.seed,
+            guidance_scale=settings.guidance_scale,
+            num_inference_steps=settings.num_inference_steps,
+            step=settings.num_inference_steps,
+            is_final=True,
+            decode_arguments=denoised.decode_arguments,
+            timings={
+                "encode_seconds": conditioning.encode_seconds,
+                "denoise_seconds": time.perf_counter() - started,
+            },
+        )
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor("latents", denoised.latents[0].contiguous().cpu().numpy()),
+                common.text_tensor("settings", decode_settings.model_dump_json()),
+            ]
+        )

@@ -1,0 +1,65 @@
+"""The encode stage: prompts and request parameters in, ``conditioning`` out."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from diffusion_backend.settings import resolve
+from diffusion_backend.stages import common
+
+# What Triton itself puts among a request's parameters.
+_TRITON_PARAMETERS = ("id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+
+class TritonPythonModel:
+    """Runs the text encoders. Each request of a batch is encoded by itself: exact, whatever its batch mates."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        from diffusion_backend import conditioning, loading, seams
+
+        self._conditioning, self._seams = conditioning, seams
+        self._config = common.start_stage(args)
+        self._pipe, _ = loading.load_stage(
+            loading.open_pipeline(self._config.source),
+            loading.Stage.ENCODE,
+            device=self._config.device,
+            dtype=self._config.dtype,
+            methods=seams.STAND_IN_METHODS,
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        import triton_python_backend_utils as pb_utils
+
+        try:
+            blob = self._encode(
+                common.text_input(request, "prompt"),
+                common.text_input(request, "negative_prompt"),
+                json.loads(request.parameters() or "{}"),
+            )
+        except Exception as error:
+            return common.error_response(error)
+        # The leading axis is Triton's batch axis.
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("conditioning", np.frombuffer(blob, np.uint8)[None])]
+        )
+
+    def _encode(self, prompt: str | None, negative_prompt: str | None, parameters: dict[str, Any]) -> bytes:
+        started = time.perf_counter()
+        limits = self._config.limits
+        given = {
+            name: value
+            for name, value in parameters.items()
+            if name not in _TRITON_PARAMETERS and not name.startswith("triton_")
+        }
+        settings = resolve(limits, prompt, negative_prompt, given)
+        calls = self._seams.record(self._pipe, self._seams.call_arguments(self._pipe, limits, settings))
+        return self._conditioning.pack(
+            self._conditioning.Conditioning(calls, settings.model_dump(), time.perf_counter() - started)
+        )

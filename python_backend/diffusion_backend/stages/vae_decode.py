@@ -1,0 +1,74 @@
+"""The VAE decode stage: ``latents`` and ``settings`` in, ``images`` and ``info`` out."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from diffusion_backend.errors import DiffusionError, invalid
+from diffusion_backend.quality import Tier, resolve_tier
+from diffusion_backend.stages import common
+from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
+
+
+class TritonPythonModel:
+    """Decodes one request at a time: batched convolutions round differently, and lossless means lossless.
+
+    Both tiers run the untouched VAE until a fast decoder is installed; ``info`` says which path really ran.
+    """
+
+    def initialize(self, args: dict[str, str]) -> None:
+        from diffusion_backend import loading, seams
+
+        self._seams = seams
+        self._config = common.start_stage(args)
+        self._pipe, _ = loading.load_stage(
+            loading.open_pipeline(self._config.source),
+            loading.Stage.VAE_DECODE,
+            device=self._config.device,
+            dtype=self._config.dtype,
+            methods=seams.STAND_IN_METHODS,
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        import triton_python_backend_utils as pb_utils
+
+        try:
+            settings = parse_decode_settings(common.text_input(request, "settings"))
+            latents = pb_utils.get_input_tensor_by_name(request, "latents").as_numpy()
+            images, info = self._decode(latents, settings)
+        except Exception as error:
+            return common.error_response(error)
+        # Outputs of a model with a batch axis: [1, H, W, 3] and [1, 1].
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("images", images), common.text_tensor("info", info, (1, 1))]
+        )
+
+    def _decode(
+        self, latents: np.ndarray[Any, Any], settings: DecodeSettings
+    ) -> tuple[np.ndarray[Any, Any], str]:
+        import torch
+
+        started = time.perf_counter()
+        resolve_tier(settings.quality, self._config.limits.default_quality)
+        if not np.isfinite(latents).all():
+            raise invalid("latents", "'latents' are not finite")
+        images = self._seams.decode(self._pipe, torch.from_numpy(latents.copy()), settings.decode_arguments)
+        size = (images.shape[2], images.shape[1])
+        if size != (settings.width, settings.height):
+            raise DiffusionError(
+                f"the VAE made a picture of {size[0]}x{size[1]}, not {settings.width}x{settings.height}",
+                code="wrong_size",
+            )
+        info = {
+            **settings.model_dump(exclude={"decode_arguments", "timings"}),
+            "decode_path": Tier.LOSSLESS.value,
+            "timings": {**settings.timings, "decode_seconds": time.perf_counter() - started},
+        }
+        return images.numpy(), json.dumps(info)

@@ -1,0 +1,286 @@
+"""Starting a tritonserver: where it is, how it is called, and when it is ready."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from diffusion_backend import guard
+from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
+from diffusion_backend.model_config import list_ensembles
+from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LOOPBACK = "127.0.0.1"
+# What a stranger on this machine must not do: replace models (which runs code), map memory, change logs.
+RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
+ADMIN_KEY_HEADER = "admin-key"  # gRPC metadata: triton-grpc-protocol-admin-key
+_REGION_PREFIX = "triton_diffusion"
+# With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+_ERROR_MESSAGE = (
+    r"^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] \"?+(?!CudaDriverHelper)(.*?)\"?$"  # the one left out is no error
+)
+
+
+@dataclass(frozen=True)
+class TritonPorts:
+    """Where tritonserver listens, on the loopback interface."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+    @classmethod
+    def free(cls) -> Self:
+        """Ports that nothing listens on."""
+        return cls(*free_ports(3))
+
+
+class TritonServer:
+    """A tritonserver that serves every ensemble of a model repository.
+
+    with TritonServer(Path("model_repository"), data_dir=Path(".data")) as triton:
+        ...  # it is ready: triton.grpc_url
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        data_dir: Path,
+        ports: TritonPorts | None = None,
+        device: str = "auto",
+        exit_timeout: int = 60,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``exit_timeout``: the seconds that running requests get when it stops; longer ones are lost."""
+        self.repository = repository.resolve()
+        self.models = _ensembles(self.repository)
+        self.ports = ports or TritonPorts.free()
+        self.data_dir = data_dir.resolve()
+        self.admin_key = secrets.token_urlsafe(32)
+        self.regions = _region_prefix()
+        self._program, self._backends = find_tritonserver()
+        self._exit_timeout = exit_timeout
+        self._environment = {**_environment(device), **(environment or {})}
+        self._process: ManagedProcess | None = None
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{LOOPBACK}:{self.ports.grpc}"
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.ports.http}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.ports.metrics}/metrics"
+
+    @property
+    def log(self) -> Path:
+        return self.data_dir / "logs" / "tritonserver.log"
+
+    @property
+    def process(self) -> ManagedProcess:
+        """The running server."""
+        if self._process is None:
+            raise LaunchError("tritonserver was not started")
+        return self._process
+
+    def start(self) -> None:
+        """Start it; it is not ready yet."""
+        remove_stale_regions()
+        self._write_admin_key()
+        self._process = ManagedProcess(
+            "tritonserver",
+            self._command(),
+            log=self.log,
+            environment=self._environment,
+            # A little more than it gives itself.
+            patience=self._exit_timeout + 10,
+            regions=self.regions,
+        )
+
+    def is_ready(self) -> bool:
+        """Whether every model is loaded and warm."""
+        return http_status(LOOPBACK, self.ports.http, "/v2/health/ready") == 200
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            LaunchError: it ended instead, with Triton's reasons, or ``timeout`` seconds passed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_ready():
+            if self.process.poll() is not None:
+                raise LaunchError(self.failure())
+            if deadline is not None and time.monotonic() > deadline:
+                raise LaunchError(
+                    f"tritonserver was not ready after {timeout:g} s; its log ends:\n{self.process.tail()}"
+                )
+            time.sleep(0.1)
+
+    def failure(self) -> str:
+        """Why it ended by itself: Triton's error messages, or else the end of its log."""
+        messages = re.findall(_ERROR_MESSAGE, self.log.read_text(errors="replace"), re.MULTILINE)
+        # Triton tells a failure again at every level it passes; this line has the model and the whole reason.
+        loads = [message for message in messages if message.startswith("failed to load ")]
+        reasons = [
+            message.replace("\\n", "\n").rstrip("\n; ") for message in dict.fromkeys(loads or messages)
+        ]
+        text = "\n".join(reasons) or self.process.tail()
+        return f"tritonserver ended ({self.process.describe_exit()}); see {self.log}:\n{indent(text)}"
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Stop it with all its stubs; returns whether it ended in order. Without a start: nothing to do."""
+        if self._process is None:
+            return True
+        return self._process.stop(hurry)
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _command(self) -> list[str]:
+        # Triton takes the key on its command line only, where other users of this machine can read it (ps),
+        # unless /proc is mounted with hidepid.
+        restricted = f"{RESTRICTED_APIS}:{ADMIN_KEY_HEADER}={self.admin_key}"
+        return [
+            str(self._program),
+            f"--model-repository={self.repository}",
+            "--model-control-mode=explicit",
+            *(f"--load-model={model}" for model in self.models),
+            "--disable-auto-complete-config",
+            f"--backend-directory={self._backends}",
+            f"--backend-config=python,shm-region-prefix-name={self.regions}",
+            f"--exit-timeout-secs={self._exit_timeout}",
+            f"--http-address={LOOPBACK}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={LOOPBACK}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={LOOPBACK}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--http-restricted-api={restricted}",
+            f"--grpc-restricted-protocol={restricted}",
+        ]
+
+    def _write_admin_key(self) -> None:
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.data_dir / "admin-key"
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{self.admin_key}\n")
+
+
+def find_tritonserver() -> tuple[Path, Path]:
+    """The program and its folder of backends: TRITONSERVER_DIR, else the checkout's .triton, else PATH."""
+    named = os.environ.get("TRITONSERVER_DIR")
+    on_path = shutil.which("tritonserver")
+    homes = (
+        [Path(named)]
+        if named
+        else [
+            CHECKOUT / ".triton" / TRITON_SERVER,
+            *([Path(on_path).resolve().parents[1]] if on_path else []),
+        ]
+    )
+    for home in homes:
+        program, backends = home / "bin" / "tritonserver", home / "backends"
+        if os.access(program, os.X_OK) and backends.is_dir():
+            return program, backends
+    if named:
+        raise LaunchError(f"TRITONSERVER_DIR is {named}, which has no bin/tritonserver and backends/")
+    raise LaunchError("no tritonserver found: run ./serve, which installs one, or set TRITONSERVER_DIR")
+
+
+def http_status(host: str, port: int, path: str) -> int | None:
+    """The status of a GET, or None if nobody answers."""
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request(
+            "GET", path, headers={"Connection": "close"}
+        )  # tritonserver's exit waits for open ones
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def remove_stale_regions() -> None:
+    """Remove shared memory that servers of ours left behind, whose launcher is gone.
+
+    Only those of our own process id namespace: of others we can't know whether they run.
+    """
+    pattern = re.compile(rf"{_REGION_PREFIX}_(\d+)_(\d+)_(\d+)_")
+    for region in guard.SHARED_MEMORY.glob(f"{_REGION_PREFIX}_*"):
+        owner = pattern.match(region.name)
+        if owner and int(owner[1]) == _pid_namespace() and _start_time(int(owner[2])) != int(owner[3]):
+            region.unlink(missing_ok=True)
+
+
+def _region_prefix() -> str:
+    # The start time tells this process from a later one with the same id.
+    pid = os.getpid()
+    return f"{_REGION_PREFIX}_{_pid_namespace()}_{pid}_{_start_time(pid)}_{secrets.token_hex(4)}_"
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _start_time(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def _ensembles(repository: Path) -> list[str]:
+    if not repository.is_dir():
+        raise LaunchError(f"there is no model repository {repository}: see --model-repository")
+    try:
+        models = list_ensembles(repository)
+    except ValueError as error:
+        raise LaunchError(f"not a valid model configuration: {error}") from None
+    if not models:
+        raise LaunchError(f"{repository} has no ensemble: put a model into it with triton-diffusion add")
+    return models
+
+
+def _environment(device: str) -> dict[str, str]:
+    """The environment of tritonserver, and so of its Python stubs."""
+    environment = {**_KEEP_MEMORY, **os.environ, "TRITON_DIFFUSION_DEVICE": device}
+    # A stub runs the first python3 on PATH, with that environment's packages.
+    _prepend(environment, "PATH", Path(sys.executable).parent)
+    if library := python_library_folder():
+        _prepend(environment, "LD_LIBRARY_PATH", library)
+    return environment
+
+
+def _prepend(environment: dict[str, str], name: str, folder: Path) -> None:
+    environment[name] = os.pathsep.join(filter(None, [str(folder), environment.get(name)]))
