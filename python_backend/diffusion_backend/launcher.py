@@ -86,7 +86,7 @@ class Adapter:
         self._process = ManagedProcess(
             "the adapter",
             [
-                *(sys.executable, "-m", "openai_adapter"),
+                *(sys.executable, "-P", "-m", "openai_adapter"),
                 f"--host={self.host}",
                 f"--port={self.port}",
                 f"--triton-url={self.triton.grpc_url}",

@@ -74,7 +74,7 @@ class ManagedProcess:
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """SIGTERM, then SIGKILL to all that is left after ``patience``, or as soon as ``hurry()`` is true.
 
-        Returns whether it ended in order: by itself, with exit code 0.
+        Returns whether it ended in order: with exit code 0, or by that SIGTERM, as long as it is starting.
         """
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ class ManagedProcess:
         if self.regions:
             guard.remove_regions(self.regions)
         self._dismiss_guard()
-        return self.poll() == 0
+        return self.poll() in (0, -signal.SIGTERM)
 
     def describe_exit(self) -> str:
         """How it ended, for a message."""
@@ -130,7 +130,7 @@ class ManagedProcess:
 
 def indent(text: str) -> str:
     """Text of others inside a message of ours."""
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return "\n".join(f"  {line}" for line in text.splitlines() if line.strip("; "))
 
 
 def check_port(host: str, port: int, host_option: str, port_option: str) -> None:

@@ -95,10 +95,10 @@ def _created(ensemble: Path) -> int:
 
 def _limits(source: str, pipeline: PipelineFolder, created: int) -> ModelLimits:
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    for argument, task in (("image", "an image"), ("num_frames", "video")):
-        if argument in call:
+    for name, what in (("image", "an image"), ("num_frames", "video")):
+        if name in call:
             raise _refuse(
-                "source", f"{pipeline.pipeline_class.__name__} makes or takes {task}: not served yet"
+                "source", f"{pipeline.pipeline_class.__name__} makes or takes {what}: not served yet"
             )
     given = _generation_config(pipeline.folder)
     argument = _guidance_argument(pipeline, call)

@@ -31,9 +31,8 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-_ERROR_MESSAGE = (
-    r"^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] \"?+(?!CudaDriverHelper)(.*?)\"?$"  # the one left out is no error
-)
+# An error in Triton's log. The one left out is logged on every machine without a GPU.
+_ERROR_MESSAGE = r"^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] \"?+(?!CudaDriverHelper)(.*?)\"?$"
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,8 @@ class TritonServer:
         messages = re.findall(_ERROR_MESSAGE, self.log.read_text(errors="replace"), re.MULTILINE)
         # Triton tells a failure again at every level it passes; this line has the model and the whole reason.
         loads = [message for message in messages if message.startswith("failed to load ")]
-        reasons = [
-            message.replace("\\n", "\n").rstrip("\n; ") for message in dict.fromkeys(loads or messages)
-        ]
-        text = "\n".join(reasons) or self.process.tail()
+        reasons = "\n".join(dict.fromkeys(loads or messages)).replace("\\n", "\n")
+        text = reasons or self.process.tail()
         return f"tritonserver ended ({self.process.describe_exit()}); see {self.log}:\n{indent(text)}"
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
@@ -199,15 +196,9 @@ class TritonServer:
 def find_tritonserver() -> tuple[Path, Path]:
     """The program and its folder of backends: TRITONSERVER_DIR, else the checkout's .triton, else PATH."""
     named = os.environ.get("TRITONSERVER_DIR")
-    on_path = shutil.which("tritonserver")
-    homes = (
-        [Path(named)]
-        if named
-        else [
-            CHECKOUT / ".triton" / TRITON_SERVER,
-            *([Path(on_path).resolve().parents[1]] if on_path else []),
-        ]
-    )
+    homes = [Path(named)] if named else [CHECKOUT / ".triton" / TRITON_SERVER]
+    if not named and (on_path := shutil.which("tritonserver")):
+        homes.append(Path(on_path).resolve().parents[1])
     for home in homes:
         program, backends = home / "bin" / "tritonserver", home / "backends"
         if os.access(program, os.X_OK) and backends.is_dir():
@@ -221,9 +212,8 @@ def http_status(host: str, port: int, path: str) -> int | None:
     """The status of a GET, or None if nobody answers."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
-        connection.request(
-            "GET", path, headers={"Connection": "close"}
-        )  # tritonserver's exit waits for open ones
+        # Closed on the server's side, too: tritonserver's exit waits for open connections.
+        connection.request("GET", path, headers={"Connection": "close"})
         return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return None
@@ -277,7 +267,9 @@ def _environment(device: str) -> dict[str, str]:
     environment = {**_KEEP_MEMORY, **os.environ, "TRITON_DIFFUSION_DEVICE": device}
     # A stub runs the first python3 on PATH, with that environment's packages.
     _prepend(environment, "PATH", Path(sys.executable).parent)
-    if library := python_library_folder():
+    library = python_library_folder()
+    # A system folder is searched anyway, but last: after the CUDA compatibility libraries of a container.
+    if library and not library.is_relative_to("/usr/lib"):
         _prepend(environment, "LD_LIBRARY_PATH", library)
     return environment
 

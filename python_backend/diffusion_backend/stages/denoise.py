@@ -16,6 +16,7 @@ class TritonPythonModel:
     """Runs the pipeline's own denoising loop. ``execute`` only admits; the engine's thread answers."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        common.tune_process()
         from diffusion_backend import conditioning, loading, seams
 
         self._conditioning, self._seams = conditioning, seams

@@ -19,6 +19,7 @@ class TritonPythonModel:
     """Runs the text encoders. Each request of a batch is encoded by itself: exact, whatever its batch mates."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        common.tune_process()
         from diffusion_backend import conditioning, loading, seams
 
         self._conditioning, self._seams = conditioning, seams

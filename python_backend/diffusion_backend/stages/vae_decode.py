@@ -21,6 +21,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: dict[str, str]) -> None:
+        common.tune_process()
         from diffusion_backend import loading, seams
 
         self._seams = seams

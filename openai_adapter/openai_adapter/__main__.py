@@ -1,0 +1,57 @@
+"""``python -m openai_adapter``: the app under uvicorn. Every setting is a flag; see ``--help``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from types import FrameType
+
+import uvicorn
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from openai_adapter.app import create_app
+from openai_adapter.settings import Settings
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is running and exit with 0."""
+    try:
+        settings = CliApp.run(Settings, cli_args=sys.argv[1:] if arguments is None else arguments)
+    except ValidationError as error:
+        sys.exit("\n".join(_describe(error)))
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # uvicorn shuts down gracefully and then raises the signal that it got once more.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+    )
+
+
+def _exit(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _describe(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors(include_url=False, include_input=False, include_context=False):
+        name = ".".join(map(str, problem["loc"]))
+        lines.append(f"{name}: {problem['msg']}" if name else problem["msg"].removeprefix("Value error, "))
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""``/health/live``: the process runs. ``/health``: a request for an image would be served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from openai_adapter.errors import RETRY_AFTER_SECONDS
+from openai_adapter.registry import Registry
+
+
+def routes(registry: Registry) -> APIRouter:
+    """The two health routes; both are open without a key."""
+    router = APIRouter(tags=["health"])
+
+    @router.head("/health/live", include_in_schema=False)
+    @router.get("/health/live")
+    async def live() -> JSONResponse:
+        """200 as long as the process answers."""
+        return JSONResponse({"status": "live"})
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    async def ready() -> JSONResponse:
+        """200 when Triton and all of its models are ready, else 503 with the reason."""
+        models = {name: model.ready for name, model in sorted(registry.models.items())}
+        if registry.problem is None:
+            return JSONResponse({"status": "ready", "models": models})
+        error = {
+            "message": registry.problem,
+            "type": "server_error",
+            "param": None,
+            "code": "not_ready",
+        }
+        return JSONResponse(
+            {"status": "not_ready", "models": models, "error": error},
+            503,
+            {"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
+
+    return router

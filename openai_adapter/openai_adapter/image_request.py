@@ -1,0 +1,187 @@
+"""What ``POST /v1/images/generations`` takes: every field is honoured, or refused by name.
+
+The description of a field is what the error about it says is allowed. The rules for prompt, size, quality,
+seed, steps and guidance belong to ``diffusion_backend.settings``, which the stages go by too; a model is
+needed for most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from diffusion_backend import quality, settings
+from diffusion_backend.errors import invalid, show
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+_NO_STREAM = "which is not supported yet"
+_GIF_ONLY = "it belongs to output_format 'gif', which is not supported"
+REFUSED = {
+    "style": "no model here has styles; describe the style in 'prompt'",
+    "complexity": "no model here has levels of complexity",
+    "frame_count": _GIF_ONLY,
+    "frame_duration_ms": _GIF_ONLY,
+    "svg": "SVG output is not supported",
+    "width": "use 'size', as 'WIDTHxHEIGHT'",
+    "height": "use 'size', as 'WIDTHxHEIGHT'",
+}
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class ImageRequest(BaseModel):
+    """The body of a request for images, with ``null`` and absent fields filled with their defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prompt: Any = Field(
+        json_schema_extra={"type": "string", "maxLength": settings.MAX_PROMPT_CHARACTERS},
+        description="a text that is not blank",
+    )
+    model: Text | None = Field(None, description="the id of a model, as a string")
+    n: int = Field(1, ge=1, le=10, description="integers from 1 to 10")
+    size: Any = Field(
+        None,
+        json_schema_extra={"type": "string"},
+        description="'auto' or 'WIDTHxHEIGHT' within the model's limits",
+    )
+    quality: Any = Field(
+        None, json_schema_extra={"enum": list(quality.QUALITIES)}, description=", ".join(quality.QUALITIES)
+    )
+    response_format: Literal["b64_json", "url"] = Field("b64_json", description="'b64_json', 'url'")
+    output_format: Literal["png", "jpeg", "webp"] = Field("png", description="'png', 'jpeg', 'webp'")
+    output_compression: int = Field(
+        100, ge=0, le=100, description="integers from 0 to 100, the quality of a JPEG or WebP file"
+    )
+    background: Literal["auto", "opaque"] = Field(
+        "auto", description="'auto', 'opaque'; no model here makes transparent pictures"
+    )
+    moderation: Literal["auto", "low"] = Field("auto", description="'auto', 'low'; nothing is moderated here")
+    user: Text | None = Field(None, description="a string of valid Unicode")
+    safety_identifier: Text | None = Field(None, description="a string of valid Unicode")
+    stream: bool = Field(False, description="false")
+    partial_images: int = Field(0, ge=0, le=0, description=f"0; more belongs to 'stream', {_NO_STREAM}")
+    seed: Any = Field(
+        None, json_schema_extra={"type": "integer"}, description=f"integers from 0 to {settings.MAX_SEED}"
+    )
+    negative_prompt: Any = Field(None, json_schema_extra={"type": "string"}, description="a string")
+    num_inference_steps: Any = Field(
+        None, json_schema_extra={"type": "integer"}, description="integers within the model's limits"
+    )
+    guidance_scale: Any = Field(
+        None, json_schema_extra={"type": "number"}, description="numbers within the model's limits"
+    )
+
+
+FIELDS = frozenset((*ImageRequest.model_fields, *REFUSED))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request comes to on one model: the settings of its first image, and how many there are.
+
+    Image k has the seed ``settings.seed + k``.
+    """
+
+    settings: settings.Settings
+    n: int
+
+    @property
+    def seeds(self) -> range:
+        return range(self.settings.seed, self.settings.seed + self.n)
+
+
+def parse(body: Mapping[str, Any]) -> ImageRequest:
+    """Check everything in ``body`` that can be checked without a model.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
+    """
+    given = _unwrap(body)
+    for name in given:
+        if name in REFUSED:
+            raise invalid(name, f"'{name}' is not supported: {REFUSED[name]}", "unsupported_parameter")
+        if name not in ImageRequest.model_fields:
+            allowed = ", ".join(ImageRequest.model_fields)
+            raise invalid(name, f"{show(name)} is not a known field; allowed: {allowed}", "unknown_parameter")
+    settings.check_prompt(given.get("prompt"))
+    quality.resolve_tier(given.get("quality"), quality.Tier.LOSSLESS)
+    request = _validate(given)
+    if request.stream:
+        raise invalid("stream", f"'stream' is true, {_NO_STREAM}; allowed: false", "unsupported_parameter")
+    if request.output_format == "png" and request.output_compression != 100:
+        raise invalid(
+            "output_compression",
+            f"'output_compression' is {request.output_compression} with output_format 'png', which is always "
+            "exact; allowed: 100, or output_format 'jpeg' or 'webp'",
+        )
+    return request
+
+
+def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
+    """Resolve ``request`` on a model; where no seed is given, one is drawn here.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
+    """
+    width, height = settings.parse_size(request.size, limits)
+    resolved = settings.resolve(
+        limits,
+        request.prompt,
+        request.negative_prompt,
+        {
+            "width": width,
+            "height": height,
+            "num_inference_steps": request.num_inference_steps,
+            "guidance_scale": request.guidance_scale,
+            "seed": request.seed,
+            "quality": request.quality,
+        },
+    )
+    largest = settings.MAX_SEED - request.n + 1
+    if resolved.seed > largest:
+        raise invalid(
+            "seed",
+            f"'seed' is {resolved.seed} with n {request.n}, whose images take the seeds that follow; "
+            f"allowed: integers from 0 to {largest}",
+        )
+    return Plan(resolved, request.n)
+
+
+def _unwrap(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a literal ``extra_body`` (as people write it in curl) and drop nulls, which mean "not given"."""
+    given = {name: value for name, value in body.items() if value is not None}
+    extra = given.pop("extra_body", {})
+    if not isinstance(extra, dict):
+        raise invalid("extra_body", f"'extra_body' is {show(extra)}; allowed: an object of fields")
+    for name, value in extra.items():
+        if value is None:
+            continue
+        if name in given and not _same(given[name], value):
+            raise invalid(
+                name,
+                f"{show(name)} is {show(given[name])}, and {show(value)} in 'extra_body'; allowed: one value",
+                "conflicting_values",
+            )
+        given[name] = value
+    return given
+
+
+def _same(one: object, other: object) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _validate(given: Mapping[str, Any]) -> ImageRequest:
+    try:
+        return ImageRequest.model_validate(given)
+    except ValidationError as error:
+        name = str(error.errors(include_url=False)[0]["loc"][0])
+        allowed = ImageRequest.model_fields[name].description
+        raise invalid(name, f"'{name}' is {show(given[name])}; allowed: {allowed}") from None

@@ -1,0 +1,69 @@
+"""Prometheus metrics, in a registry of the app's own."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from starlette.responses import Response
+
+_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 600)
+
+
+class Metrics:
+    """Labels hold route templates and checked values only, so their number is bounded."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "openai_adapter_requests",
+            "Answered HTTP requests.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "openai_adapter_request_seconds",
+            "Time from a request's head to the end of its response.",
+            ["route", "method"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.in_progress = Gauge(
+            "openai_adapter_requests_in_progress", "HTTP requests being answered.", registry=self.registry
+        )
+        self.images = Counter(
+            "openai_adapter_images",
+            "Generated images.",
+            ["model", "quality", "decode_path"],
+            registry=self.registry,
+        )
+        self.upstream_errors = Counter(
+            "openai_adapter_upstream_errors",
+            "Failed calls of Triton, by its status.",
+            ["status"],
+            registry=self.registry,
+        )
+        self.media_bytes = Counter(
+            "openai_adapter_media_bytes", "Bytes written to the media store.", registry=self.registry
+        )
+        self.media_expired = Counter(
+            "openai_adapter_media_expired", "Files that the sweep deleted.", registry=self.registry
+        )
+
+
+def routes(metrics: Metrics) -> APIRouter:
+    """The route that Prometheus scrapes."""
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics")
+    async def scrape() -> Response:
+        """All metrics in Prometheus's text format."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router

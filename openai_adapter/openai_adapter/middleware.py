@@ -1,0 +1,213 @@
+"""Pure ASGI middleware, outermost first: request ids, metrics, CORS, failures, API keys, body size."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from openai_adapter.errors import ApiError, internal, unavailable
+from openai_adapter.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_OPEN_PATHS = ("/health", "/health/live")
+_OPEN_PREFIX = "/v1/media/"
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_DRAIN_FACTOR = 16
+
+
+class RequestIds:
+    """``x-request-id`` on every response: the client's own where it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class Measure:
+    """Counts and times requests by the template of their route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 0  # stays so where the connection was lost before an answer
+        start = time.perf_counter()
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        with self.metrics.in_progress.track_inprogress():
+            try:
+                await self.app(scope, receive, send_and_note)
+            finally:
+                seconds = time.perf_counter() - start
+                route = getattr(scope.get("route"), "path", "unmatched")
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                self.metrics.requests.labels(route, method, str(status)).inc()
+                self.metrics.seconds.labels(route, method).observe(seconds)
+                logger.debug(
+                    "%s %s %d %.3f s %s", method, route, status, seconds, scope["state"]["request_id"]
+                )
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with our envelope for a preflight that it refuses."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a preflight."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        refused = ApiError(400, bytes(response.body).decode(), code="cors_refused").to_response()
+        refused.headers.update({key: value for key, value in response.headers.items() if key == "vary"})
+        return refused
+
+
+class Failures:
+    """An exception that nobody expected: a 500 that tells nothing, and the traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except (Exception, asyncio.CancelledError) as error:
+            if started:  # only closing the connection can tell the client now
+                raise
+            await self._explain(error, scope["state"]["request_id"]).to_response()(scope, receive, send)
+
+    @staticmethod
+    def _explain(error: BaseException, request_id: str) -> ApiError:
+        if isinstance(error, asyncio.CancelledError):
+            logger.warning("request %s outlasted the time for shutting down", request_id)
+            return unavailable("the server is shutting down", "shutting_down")
+        logger.error("request %s failed", request_id, exc_info=error)
+        return internal()
+
+
+class ApiKeys:
+    """Bearer keys for everything but health and media files."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._is_allowed(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        refused = ApiError(
+            401,
+            "no valid API key; allowed: 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await refused.to_response()(scope, receive, send)
+
+    @staticmethod
+    def _is_open(path: str) -> bool:
+        return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip().encode()
+        # A list, not a generator: every key is compared, so the time does not tell which one matched.
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """413 for a body of more than ``limit`` bytes, announced or sent in chunks."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not _LENGTH.fullmatch(announced):
+            invalid = ApiError(400, "'content-length' is not a number", code="invalid_request")
+            await invalid.to_response()(scope, receive, send)
+            return
+        if int(announced) > self.limit:
+            await self._drain(receive)
+            await self._too_large().to_response()(scope, receive, send)
+            return
+        read = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.limit:
+                await self._drain(receive)
+                raise self._too_large()
+            return message
+
+        await self.app(scope, receive_within_limit, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is too large; allowed: {self.limit} bytes",
+            code="content_too_large",
+            headers={"Connection": "close"},
+        )
+
+    async def _drain(self, receive: Receive) -> None:
+        """Throw away the rest: closing while a client still sends would lose it the answer."""
+        left = self.limit * _DRAIN_FACTOR
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body", False):
+                return

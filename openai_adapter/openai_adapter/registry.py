@@ -1,0 +1,100 @@
+"""Which models Triton serves and whether they are ready: the last word from Triton, kept while it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diffusion_backend.errors import show
+from diffusion_backend.settings import ModelLimits
+
+from openai_adapter.errors import ApiError, unavailable
+
+
+@dataclass(frozen=True)
+class Model:
+    """One ensemble. ``limits`` are None until Triton has told them."""
+
+    name: str
+    limits: ModelLimits | None
+    ready: bool = False
+
+
+class Registry:
+    """Written by the poller (``triton.py``), read by the routes.
+
+    ``problem`` says why the service as a whole isn't ready, and is None when it is. ``contacted`` turns true
+    for good once the models are known.
+    """
+
+    def __init__(self, default_model: str | None = None) -> None:
+        self._default_model = default_model
+        self.models: dict[str, Model] = {}
+        self.contacted = False
+        self.problem: str | None = "the model server has not been reached yet"
+
+    def described(self) -> list[tuple[str, ModelLimits]]:
+        """(name, limits) of every model whose limits are known, by name.
+
+        Raises:
+            ApiError: 503 before the first contact.
+        """
+        self._require_contact()
+        return [(name, model.limits) for name, model in sorted(self.models.items()) if model.limits]
+
+    def find(self, name: str) -> Model:
+        """The model with this Triton name or, where only one has it, this source.
+
+        Raises:
+            ApiError: 503 before the first contact, 404 for an unknown model, 400 for an ambiguous source.
+        """
+        self._require_contact()
+        if name in self.models:
+            return self.models[name]
+        found = [model for model in self.models.values() if model.limits and model.limits.source == name]
+        if not found:
+            raise ApiError(
+                404, f"The model {show(name)} does not exist", param="model", code="model_not_found"
+            )
+        if len(found) > 1:
+            raise ApiError(
+                400,
+                f"'model' is {show(name)}, the source of several models; allowed: {_names(found)}",
+                param="model",
+                code="ambiguous_model",
+            )
+        return found[0]
+
+    def require_ready(self, name: str | None) -> tuple[str, ModelLimits]:
+        """(name, limits) of the model that a request asks for, ready to generate; None asks for the default.
+
+        Raises:
+            ApiError: 503 while it isn't ready, 404 or 400 for a name that doesn't say which.
+        """
+        self._require_contact()
+        model = self._default() if name is None else self.find(name)
+        if not model.ready or model.limits is None:
+            raise unavailable(f"the model {show(model.name)} is not ready", "model_not_ready")
+        return model.name, model.limits
+
+    def _default(self) -> Model:
+        if self._default_model is not None:
+            return self.find(self._default_model)
+        if not self.models:
+            raise unavailable("the model server has no models", "not_ready")
+        if len(self.models) > 1:
+            raise ApiError(
+                400,
+                f"'model' is not given; allowed: {_names(self.models.values())}",
+                param="model",
+                code="model_required",
+            )
+        return next(iter(self.models.values()))
+
+    def _require_contact(self) -> None:
+        if not self.contacted:
+            raise unavailable(self.problem or "the models are not known yet", "not_ready")
+
+
+def _names(models: Iterable[Model]) -> str:
+    return ", ".join(sorted(model.name for model in models))

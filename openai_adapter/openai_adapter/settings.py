@@ -1,0 +1,109 @@
+"""Every setting of the adapter: an environment variable ``OPENAI_ADAPTER_NAME`` or a flag ``--name``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+CommaSeparated = (NoDecode, BeforeValidator(_split))
+
+
+class Settings(BaseSettings):
+    """Flags win over environment variables. Lists are comma separated."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="OPENAI_ADAPTER_",
+        cli_prog_name="python -m openai_adapter",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(9000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    triton_url: str = Field("127.0.0.1:8001", description="host:port of Triton's gRPC endpoint")
+    triton_admin_key: SecretStr | None = Field(
+        None, description="key of Triton's restricted model-repository API, for finding the models"
+    )
+    models: Annotated[list[str], *CommaSeparated] = Field(
+        default_factory=list, description="the ensembles to serve; empty: every one that Triton has"
+    )
+    default_model: str | None = Field(None, description="the model of requests that name none")
+    data_dir: Path = Field(Path(".data"), description="folder for files")
+    media_url: str | None = Field(
+        None, description="fsspec URL of the store of generated files; default: the folder media in data_dir"
+    )
+    media_ttl_seconds: float = Field(3600, gt=0, description="how long a generated file can be fetched")
+    public_url: str | None = Field(
+        None, description="what this server is called from outside, for the URLs of files"
+    )
+    trusted_proxies: Annotated[list[IPvAnyNetwork], *CommaSeparated] = Field(
+        default_factory=list, description="addresses or networks whose X-Forwarded-* headers are believed"
+    )
+    api_keys: Annotated[list[SecretStr], *CommaSeparated] = Field(
+        default_factory=list, description="bearer keys, one of which each request must bring"
+    )
+    allow_anonymous: bool = Field(False, description="listen beyond loopback without API keys")
+    cors_origins: Annotated[list[str], *CommaSeparated] = Field(
+        default_factory=list, description="origins of web pages that may call; * for any"
+    )
+    max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body")
+    request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
+    shutdown_seconds: int = Field(30, ge=0, description="how long running requests may finish on shutdown")
+    keep_alive_seconds: int = Field(75, gt=0, description="how long an idle connection stays open")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+
+    @field_validator("public_url")
+    @classmethod
+    def _check_public_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is not an http(s) URL without query and fragment")
+        return url.rstrip("/")
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_api_keys(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        # A bearer token is visible ASCII; anything else could never be sent, and an empty one would open the
+        # door.
+        if not all(re.fullmatch(r"[!-~]+", key.get_secret_value()) for key in keys):
+            raise ValueError("a key must be one or more visible ASCII characters")
+        return keys
+
+    @model_validator(mode="after")
+    def _refuse_an_open_gateway(self) -> Self:
+        if not (self.api_keys or self.allow_anonymous or is_loopback(self.host)):
+            raise ValueError(
+                f"refusing to listen on {self.host!r} without API keys: set api_keys, "
+                "or allow_anonymous if everyone who can reach this address may use it"
+            )
+        return self
+
+    @property
+    def media_store_url(self) -> str:
+        """The fsspec URL of the media store."""
+        return self.media_url or (self.data_dir.absolute() / "media").as_uri()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can only be reached from this machine; names other than localhost count as not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,55 @@
+"""The adapter as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from diffusion_backend.processes import free_ports
+
+
+class AdapterProcess:
+    """``python -m openai_adapter`` on a free port."""
+
+    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "adapter.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "openai_adapter",
+                    "--port",
+                    str(self.port),
+                    "--data-dir",
+                    folder,
+                    *flags,
+                ],
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self, path: str, seconds: float = 30) -> None:
+        """Until ``path`` answers 200."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(self.url + path).status_code == 200:
+                    return
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        pytest.fail(f"{path} was not 200 within {seconds} s:\n{self.log.read_text()}")
+
+    def stop(self, seconds: float = 60) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(seconds)

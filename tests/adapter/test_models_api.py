@@ -1,0 +1,69 @@
+"""The model routes and health, against the running server."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from urllib.parse import quote
+
+import httpx
+import openai
+import pytest
+from diffusion_backend.client import DiffusionClient
+from diffusion_backend.settings import ModelLimits
+
+MODEL = "emoji-flux"
+
+
+class Server(Protocol):
+    adapter_url: str
+    grpc_url: str
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.adapter_url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def limits(server: Server) -> ModelLimits:
+    with DiffusionClient(server.grpc_url) as triton:
+        return triton.limits(MODEL)
+
+
+def test_list_has_the_ensembles_only(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
+    card = client.models.retrieve(MODEL).model_dump()
+    assert (card["id"], card["object"], card["owned_by"]) == (MODEL, "model", "triton-diffusion")
+    assert (card["created"], card["root"]) == (limits.created, limits.source)
+    assert card["pipeline_class"] == card["pipeline_name"] == "FluxPipeline"
+    assert card["task_type"] == limits.task
+    assert (card["default_size"], card["max_size"], card["size_multiple"]) == ("64x64", "128x128", 8)
+    assert (card["default_num_inference_steps"], card["default_guidance_scale"]) == (20, 2.0)
+    assert {"auto", "lossless", "low"} <= set(card["qualities"])
+    assert card["fast_path"]["state"] == "not_installed"
+    assert "num_gpus" not in card
+
+
+def test_by_source(server: Server, limits: ModelLimits) -> None:
+    answer = httpx.get(f"{server.adapter_url}/v1/models/{quote(limits.source, safe='')}")
+    assert answer.json()["id"] == MODEL
+
+
+@pytest.mark.parametrize("name", ["nope", "emoji-flux_denoise", "org/no model", "emoji-flux/"])
+def test_unknown(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve(name)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    assert name in caught.value.message
+
+
+def test_health(server: Server) -> None:
+    for path, status in (("/health/live", "live"), ("/health", "ready")):
+        answer = httpx.get(server.adapter_url + path)
+        assert (answer.status_code, answer.json()["status"]) == (200, status)
+        assert answer.headers["x-request-id"]
+        assert "server" not in answer.headers
+        assert httpx.head(server.adapter_url + path).status_code == 200

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+from diffusion_backend.settings import ModelLimits
+from openai_adapter.errors import ApiError
+from openai_adapter.registry import Model, Registry
+
+LIMITS = ModelLimits(
+    source="org/one",
+    pipeline_class="FluxPipeline",
+    task="text-to-image",
+    created=1,
+    default_prompt="a fox",
+    default_width=64,
+    default_height=64,
+    size_multiple=8,
+    max_width=128,
+    max_height=128,
+    default_num_inference_steps=20,
+    max_num_inference_steps=100,
+)
+
+
+def registry(*models: Model, default: str | None = None) -> Registry:
+    result = Registry(default)
+    result.models = {model.name: model for model in models}
+    result.contacted = True
+    return result
+
+
+def error_of(registry: Registry, name: str | None) -> tuple[int, str | None]:
+    with pytest.raises(ApiError) as caught:
+        registry.require_ready(name)
+    return caught.value.status, caught.value.code
+
+
+ONE = Model("one", LIMITS, ready=True)
+TWIN = Model("twin", LIMITS, ready=True)
+TWO = Model("two", LIMITS.model_copy(update={"source": "org/two"}), ready=False)
+UNSEEN = Model("unseen", None)
+
+
+def test_by_name_or_source() -> None:
+    for name in ("one", "org/one", None):
+        assert registry(ONE).require_ready(name) == ("one", LIMITS)
+
+
+def test_which_default() -> None:
+    assert registry(ONE, TWO, default="one").require_ready(None)[0] == "one"
+    assert registry(ONE, TWO, default="org/one").require_ready(None)[0] == "one"
+    assert error_of(registry(ONE, TWO), None) == (400, "model_required")
+    assert error_of(registry(ONE, default="gone"), None) == (404, "model_not_found")
+    assert error_of(registry(), None) == (503, "not_ready")
+
+
+def test_unknown_and_ambiguous() -> None:
+    assert error_of(registry(ONE), "three") == (404, "model_not_found")
+    assert error_of(registry(ONE, TWIN), "org/one") == (400, "ambiguous_model")
+
+
+def test_not_ready() -> None:
+    assert error_of(registry(ONE, TWO), "two") == (503, "model_not_ready")
+    assert error_of(registry(UNSEEN), "unseen") == (503, "model_not_ready")
+    assert error_of(Registry(), "one") == (503, "not_ready")
+
+
+def test_described_are_known_models_by_name() -> None:
+    assert [name for name, _ in registry(TWO, UNSEEN, ONE).described()] == ["one", "two"]
+    with pytest.raises(ApiError):
+        Registry().described()

@@ -1,0 +1,233 @@
+"""``triton-diffusion serve``: the real thing, started, stopped, and killed at its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from diffusion_backend.guard import SHARED_MEMORY, group_members
+from diffusion_backend.processes import LaunchError, check_port, free_ports
+from diffusion_backend.tritonserver import TritonServer, remove_stale_regions
+from waiting import wait_for
+
+SERVE = [str(Path(sys.executable).with_name("triton-diffusion")), "serve"]
+START_SECONDS = 200
+
+
+@dataclass
+class Launched:
+    """A ``serve`` that is ready."""
+
+    process: subprocess.Popen[str]
+    ports: list[int]
+    data_dir: Path
+    output: str
+    groups: list[int]
+
+    def regions(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"triton_diffusion_*_{self.process.pid}_*"))
+
+    def assert_nothing_is_left(self) -> None:
+        assert [group_members(group) for group in self.groups] == [[] for _ in self.groups]
+        assert self.regions() == []
+        for port in self.ports:
+            check_port("127.0.0.1", port, host_option="", port_option="")
+
+
+def _arguments(repository: Path, data_dir: Path, ports: list[int]) -> list[str]:
+    names = ("--port", "--http-port", "--grpc-port", "--metrics-port")
+    options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    return [*options, f"--model-repository={repository}", f"--data-dir={data_dir}", "--device=cpu"]
+
+
+@pytest.fixture
+def launched(model_repository: Path, tmp_path: Path) -> Iterator[Launched]:
+    """A ``serve`` of its own for one test, which may end it as it likes."""
+    ports = free_ports(4)
+    data_dir = tmp_path / "data"
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [*SERVE, *_arguments(model_repository, data_dir, ports)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        wait_for(lambda: "ready after" in output.read_text() or process.poll() is not None, START_SECONDS)
+        assert process.poll() is None, output.read_text()
+        # Its children: tritonserver, the adapter, and a guard each.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield Launched(process, ports, data_dir, output.read_text(), [int(child) for child in children])
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(120)
+            process.kill()
+
+
+def _triton_pid(launched: Launched) -> int:
+    return next(group for group in launched.groups if "tritonserver" in _command(group)[0])
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_it_serves_what_it_prints_and_stops_in_order(launched: Launched, tmp_path: Path) -> None:
+    # Three stages, at least, have a region each; the admin key is for its owner alone.
+    assert len(launched.regions()) >= 3
+    assert (launched.data_dir / "admin-key").stat().st_mode & 0o777 == 0o600
+    assert len(launched.groups) == 4
+
+    command = launched.output[launched.output.index("curl ") :]
+    subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, check=True, timeout=120)
+    assert (tmp_path / "fox.png").read_bytes().startswith(b"\x89PNG")
+
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.process.wait(100) == 0
+    launched.assert_nothing_is_left()
+
+
+def test_a_killed_tritonserver_ends_it_with_a_reason(launched: Launched, tmp_path: Path) -> None:
+    os.kill(_triton_pid(launched), signal.SIGKILL)
+    assert launched.process.wait(100) == 1
+    assert "error: tritonserver ended (killed by SIGKILL)" in (tmp_path / "output").read_text()
+    launched.assert_nothing_is_left()
+
+
+def test_a_killed_launcher_leaves_nothing(launched: Launched) -> None:
+    launched.process.kill()
+    wait_for(lambda: not any(group_members(group) for group in launched.groups), 100)
+    launched.assert_nothing_is_left()
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SERVE, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_port_in_use_is_said_before_anything_starts(
+    model_repository: Path, tmp_path: Path, index: int
+) -> None:
+    ports = free_ports(4)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[index]))
+        taken.listen()
+        result = _run(*_arguments(model_repository, tmp_path / "data", ports))
+    option = ("--port", "--http-port", "--grpc-port", "--metrics-port")[index]
+    assert result.returncode == 1
+    assert result.stdout == ""
+    port_in_use = f"error: port {ports[index]} is in use on 127.0.0.1: stop what listens there"
+    assert result.stderr == f"{port_in_use}, or choose another with {option}\n"
+    assert not (tmp_path / "data").exists()
+
+
+def test_one_port_for_two_is_refused(model_repository: Path, tmp_path: Path) -> None:
+    one, two, three = free_ports(3)
+    result = _run(*_arguments(model_repository, tmp_path / "data", [one, two, two, three]))
+    assert result.returncode == 1
+    assert (
+        result.stderr == f"error: --http-port and --grpc-port are both {two}: give each a port of its own\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model-repository=/nowhere"], "/nowhere"),
+        (["--port=0"], "'0' is not a port"),
+        (["--port=http"], "'http' is not a port"),
+        (["--device=tpu"], "tpu"),
+        (["--colour=red"], "--colour=red"),
+        (["--", "more"], "more"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = _run(*_arguments(tmp_path, tmp_path / "data", free_ports(4)), *arguments)
+    assert result.returncode != 0
+    assert words in result.stderr
+
+
+def test_a_data_folder_belongs_to_one_server(model_repository: Path, tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        result = _run(*_arguments(model_repository, tmp_path, free_ports(4)))
+    finally:
+        os.close(folder)
+    assert result.returncode == 1
+    assert result.stderr == f"error: {tmp_path} is in use by another server: see --data-dir\n"
+
+
+@pytest.fixture
+def broken_repository(tmp_path: Path) -> Path:
+    """An ensemble whose one stage can't be loaded."""
+    tensor = "data_type: TYPE_FP32 dims: [1]"
+    tensors = f'input [{{ name: "x" {tensor} }}] output [{{ name: "y" {tensor} }}]'
+    maps = 'input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }'
+    step = f'step [{{ model_name: "stage" model_version: -1 {maps} }}]'
+    files = {
+        "whole/config.pbtxt": f'platform: "ensemble" {tensors} ensemble_scheduling {{ {step} }}',
+        "stage/config.pbtxt": f'backend: "python" {tensors} instance_group [{{ kind: KIND_CPU }}]',
+        "stage/1/model.py": (
+            "class TritonPythonModel:\n"
+            "    def initialize(self, args):\n"
+            "        raise RuntimeError('the weights are gone')\n"
+        ),
+    }
+    for name, text in files.items():
+        path = tmp_path / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "repository" / "whole" / "1").mkdir()
+    return tmp_path / "repository"
+
+
+def test_a_model_that_does_not_load_is_told_with_its_reason(broken_repository: Path, tmp_path: Path) -> None:
+    triton = TritonServer(broken_repository, data_dir=tmp_path / "data")
+    with pytest.raises(LaunchError, match=r"failed to load 'stage'(.|\n)*the weights are gone"), triton:
+        pass
+    assert group_members(triton.process.pid) == []
+    assert list(SHARED_MEMORY.glob(f"{triton.regions}*")) == []
+
+
+def test_a_repository_without_an_ensemble_or_with_a_broken_configuration(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="has no ensemble"):
+        TritonServer(tmp_path, data_dir=tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.pbtxt").write_text("platform: ???")
+    with pytest.raises(LaunchError, match=r"model/config\.pbtxt: 1:11"):
+        TritonServer(tmp_path, data_dir=tmp_path)
+
+
+def test_regions_of_a_killed_server_are_removed_at_the_next_start(
+    broken_repository: Path, tmp_path: Path
+) -> None:
+    ours = TritonServer(broken_repository, data_dir=tmp_path).regions
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    live = SHARED_MEMORY / f"{ours}live"
+    stale = SHARED_MEMORY / f"triton_diffusion_{namespace}_{gone.pid}_1_x_stale"
+    reused_id = SHARED_MEMORY / f"triton_diffusion_{namespace}_{os.getpid()}_1_x_stale"
+    elsewhere = SHARED_MEMORY / f"triton_diffusion_1_{gone.pid}_1_x_of_another_container"
+    regions = (live, stale, reused_id, elsewhere)
+    try:
+        for region in regions:
+            region.touch()
+        remove_stale_regions()
+        assert [region.exists() for region in regions] == [True, False, False, True]
+    finally:
+        for region in regions:
+            region.unlink(missing_ok=True)

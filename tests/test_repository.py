@@ -1,0 +1,157 @@
+"""The builder: what it writes, what it refuses, and that the repository's own model is what it writes."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusion_backend import cli, conditioning
+from diffusion_backend.errors import DiffusionError
+from diffusion_backend.model_config import list_ensembles, read_model_config
+from diffusion_backend.repository import add
+from diffusion_backend.settings import ModelLimits
+
+ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = ROOT / "model_repository"
+PIPELINE = REPOSITORY / "emoji-flux/pipeline"
+MODELS = ("emoji-flux", "emoji-flux_encode", "emoji-flux_denoise", "emoji-flux_vae_decode")
+
+
+@pytest.fixture(scope="module")
+def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``emoji-flux`` added to a fresh repository, from a pipeline folder inside it as in the real one."""
+    repository = tmp_path_factory.mktemp("repository")
+    shutil.copytree(PIPELINE, repository / "emoji-flux/pipeline")
+    add(str(repository / "emoji-flux/pipeline"), "emoji-flux", repository)
+    return repository
+
+
+def skeleton(value: object) -> object:
+    """Nested results with tensors replaced by shape and dtype."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return [skeleton(item) for item in value]
+    return value
+
+
+def test_the_repository_is_what_the_builder_writes(rebuilt: Path) -> None:
+    for model in MODELS:
+        written, kept = read_model_config(rebuilt / model), read_model_config(REPOSITORY / model)
+        if kept.is_ensemble:
+            assert int(kept.parameters["created"]) < int(written.parameters["created"])
+            written.message.parameters["created"].CopyFrom(kept.message.parameters["created"])
+        assert written.message == kept.message
+        files = [p.relative_to(rebuilt) for p in (rebuilt / model).rglob("*") if p.is_file()]
+        for file in files:
+            if "pipeline" not in file.parts and file.name not in ("config.pbtxt", "conditioning"):
+                assert filecmp.cmp(rebuilt / file, REPOSITORY / file, shallow=False), file
+
+
+def test_the_warmup_conditioning_has_the_shapes_of_the_real_one(rebuilt: Path) -> None:
+    ours, kept = (
+        conditioning.unpack((repository / "emoji-flux_denoise/warmup/conditioning").read_bytes())
+        for repository in (rebuilt, REPOSITORY)
+    )
+    assert ours.settings == kept.settings
+    assert [(c.name, skeleton(c.result)) for c in ours.calls] == [
+        (c.name, skeleton(c.result)) for c in kept.calls
+    ]
+    # A guided request encodes prompt and negative prompt: the warmup runs both branches.
+    assert [call.name for call in ours.calls] == ["encode_prompt", "encode_prompt"]
+
+
+def test_limits_come_from_the_pipeline_and_its_generation_config(rebuilt: Path) -> None:
+    limits = ModelLimits.model_validate(read_model_config(rebuilt / "emoji-flux").parameters)
+    assert (limits.pipeline_class, limits.task) == ("FluxPipeline", "text-to-image")
+    assert (limits.default_width, limits.size_multiple, limits.max_width) == (64, 8, 128)
+    assert (limits.guidance_argument, limits.default_guidance_scale) == ("true_cfg_scale", 2.0)
+    assert limits.call_arguments == {"max_sequence_length": 16}
+
+
+def test_adding_again_changes_nothing_and_says_so(rebuilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["add", str(rebuilt / "emoji-flux/pipeline"), "--name", "emoji-flux"]
+    assert cli.main([*arguments, "--repository", str(rebuilt)]) == 0
+    printed = capsys.readouterr().out
+    assert "emoji-flux was up to date" in printed
+    assert not {"created", "updated", "removed"} & {line.split()[0] for line in printed.splitlines()}
+
+
+def test_adding_again_says_what_changed(tmp_path: Path) -> None:
+    source = tmp_path / "pipeline"
+    shutil.copytree(PIPELINE, source)
+    repository = tmp_path / "repository"
+    add(str(source), "other", repository)
+    assert read_model_config(repository / "other").parameters["source"] == str(source.resolve())
+    config = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps({**config, "num_inference_steps": 30}))
+    (repository / "other_encode/warmup/stale").write_bytes(b"x")
+    changes = {str(c.path): c.what for c in add(str(source), "other", repository) if c.what != "unchanged"}
+    assert changes == {"other/config.pbtxt": "updated", "other_encode/warmup/stale": "removed"}
+    assert list_ensembles(repository) == ["other"]
+
+
+def test_defaults_without_a_generation_config(tmp_path: Path) -> None:
+    """The pipeline's own: FLUX's 28 steps, and 128 latent pixels a side times the VAE's scale factor of 4."""
+    source = tmp_path / "pipeline"
+    shutil.copytree(PIPELINE, source, ignore=shutil.ignore_patterns("generation_config.json"))
+    config = json.loads((source / "tokenizer_2/tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 32
+    add(str(source), "plain", tmp_path / "repository")
+    limits = ModelLimits.model_validate(read_model_config(tmp_path / "repository/plain").parameters)
+    assert (limits.default_width, limits.default_height) == (512, 512)
+    assert limits.default_num_inference_steps == 28
+    assert limits.call_arguments == {}
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a/b", "../x", "a b", "é", "x" * 129])
+def test_names_that_triton_cannot_take(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DiffusionError, match="'name' is"):
+        add(str(PIPELINE), name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken_copy(tmp_path: Path, edit: dict[str, str | None]) -> Path:
+    """The pipeline with some files replaced (text) or removed (None)."""
+    source = tmp_path / "source"
+    shutil.copytree(PIPELINE, source)
+    for name, text in edit.items():
+        if text is None:
+            (source / name).unlink()
+        else:
+            (source / name).write_text(text)
+    return source
+
+
+INDEX = (PIPELINE / "model_index.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"model_index.json": None}, "no model_index.json"),
+        ({"model_index.json": INDEX.replace("FluxPipeline", "NoSuchPipeline")}, "NoSuchPipeline"),
+        ({"model_index.json": INDEX.replace("FluxPipeline", "AutoencoderKL")}, "no diffusers pipeline class"),
+        ({"model_index.json": INDEX.replace("CLIPTextModel", "NoSuchEncoder")}, "NoSuchEncoder"),
+        ({"model_index.json": INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")}, "not served yet"),
+        ({"generation_config.json": "{"}, "not valid JSON"),
+        ({"generation_config.json": "[]"}, "not a JSON object"),
+        ({"generation_config.json": '{"colour": 1}'}, "colour"),
+    ],
+)
+def test_sources_that_cannot_be_served(tmp_path: Path, edit: dict[str, str | None], words: str) -> None:
+    source = broken_copy(tmp_path, edit)
+    repository = tmp_path / "repository"
+    with pytest.raises(DiffusionError, match=words):
+        add(str(source), "broken", repository)
+    assert not repository.exists() or list(repository.iterdir()) == []
+
+
+def test_a_missing_folder_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["add", str(tmp_path / "none"), "--name", "x", "--repository", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    assert "no such folder" in capsys.readouterr().err

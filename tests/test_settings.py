@@ -1,0 +1,191 @@
+"""Settings: every field is filled from the model's limits and refused by name when it is outside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diffusion_backend.errors import DiffusionError, Status, show
+from diffusion_backend.model_config import read_model_config
+from diffusion_backend.quality import QUALITIES, Tier, resolve_tier
+from diffusion_backend.settings import (
+    MAX_PROMPT_CHARACTERS,
+    MAX_SEED,
+    ModelLimits,
+    check,
+    parse_size,
+    resolve,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def limits() -> ModelLimits:
+    return ModelLimits.model_validate(read_model_config(ROOT / "model_repository/emoji-flux").parameters)
+
+
+def test_defaults_are_the_models(limits: ModelLimits) -> None:
+    settings = resolve(limits, "a fox", None, {})
+    assert (settings.width, settings.height, settings.num_inference_steps) == (64, 64, 20)
+    assert (settings.guidance_scale, settings.negative_prompt, settings.quality) == (2.0, "", "auto")
+    assert 0 <= settings.seed < 2**32
+
+
+def test_none_means_not_given(limits: ModelLimits) -> None:
+    given = resolve(limits, "a fox", None, {"seed": 3, "width": None, "guidance_scale": None})
+    assert given == resolve(limits, "a fox", "", {"seed": 3})
+
+
+def test_seeds_differ_when_none_is_given(limits: ModelLimits) -> None:
+    assert len({resolve(limits, "a fox", None, {}).seed for _ in range(20)}) > 15
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"width": 8, "height": 128},
+        {"num_inference_steps": 1},
+        {"num_inference_steps": 200},
+        {"guidance_scale": 0},
+        {"guidance_scale": 100.0},
+        {"seed": 0},
+        {"seed": MAX_SEED},
+        *({"quality": quality} for quality in QUALITIES),
+    ],
+)
+def test_accepted(limits: ModelLimits, parameters: dict[str, object]) -> None:
+    settings = resolve(limits, "a fox", None, parameters).model_dump()
+    assert {name: settings[name] for name in parameters} == parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param", "words"),
+    [
+        ({"width": 65}, "width", "65; allowed: multiples of 8 from 8 to 128"),
+        ({"width": 136}, "width", "136"),
+        ({"height": 0}, "height", "0"),
+        ({"height": "64"}, "height", "'64'"),
+        ({"height": 64.0}, "height", "64.0"),
+        ({"num_inference_steps": 0}, "num_inference_steps", "0; allowed: integers from 1 to 200"),
+        ({"num_inference_steps": 201}, "num_inference_steps", "201"),
+        ({"num_inference_steps": True}, "num_inference_steps", "True"),
+        ({"guidance_scale": -0.1}, "guidance_scale", "-0.1; allowed: numbers from 0 to 100"),
+        ({"guidance_scale": float("nan")}, "guidance_scale", "nan"),
+        ({"guidance_scale": float("inf")}, "guidance_scale", "inf"),
+        ({"guidance_scale": "2"}, "guidance_scale", "'2'"),
+        ({"seed": -1}, "seed", "-1"),
+        ({"seed": MAX_SEED + 1}, "seed", str(MAX_SEED)),
+        ({"seed": 1.5}, "seed", "1.5"),
+        ({"quality": "ultra"}, "quality", "'ultra'; allowed: auto, standard, lossless"),
+        ({"quality": 1}, "quality", "1"),
+        ({"steps": 3}, "steps", "allowed: width, height, num_inference_steps, guidance_scale, seed, quality"),
+    ],
+)
+def test_refused(limits: ModelLimits, parameters: dict[str, object], param: str, words: str) -> None:
+    with pytest.raises(DiffusionError) as caught:
+        resolve(limits, "a fox", None, parameters)
+    assert (caught.value.param, caught.value.status) == (param, Status.INVALID_ARG)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["🦊" * MAX_PROMPT_CHARACTERS, "a\x00b\x00", "مرحبا", "\u202eabc", "a" * MAX_PROMPT_CHARACTERS, "x\n"],
+)
+def test_any_unicode_prompt(limits: ModelLimits, prompt: str) -> None:
+    assert resolve(limits, prompt, None, {}).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ("", "empty_prompt"),
+        (" \n\t\u3000", "empty_prompt"),
+        ("a" * (MAX_PROMPT_CHARACTERS + 1), "string_too_long"),
+        ("fox \ud800", "invalid_unicode"),
+        (None, "invalid_value"),
+        (["a"], "invalid_value"),
+    ],
+)
+def test_bad_prompts(limits: ModelLimits, prompt: object, code: str) -> None:
+    with pytest.raises(DiffusionError) as caught:
+        resolve(limits, prompt, None, {})
+    assert (caught.value.param, caught.value.code) == ("prompt", code)
+    caught.value.to_text().encode()  # the error itself can be sent
+
+
+def test_negative_prompt_needs_guidance(limits: ModelLimits) -> None:
+    assert resolve(limits, "a fox", "blue", {}).negative_prompt == "blue"
+    with pytest.raises(DiffusionError, match="no effect with guidance_scale 1"):
+        resolve(limits, "a fox", "blue", {"guidance_scale": 1})
+
+
+def test_a_model_without_guidance_or_negative_prompt(limits: ModelLimits) -> None:
+    plain = limits.model_copy(
+        update={"guidance_argument": None, "default_guidance_scale": None, "default_negative_prompt": None}
+    )
+    assert resolve(plain, "a fox", "", {}).negative_prompt is None
+    for negative, parameters in (("blue", {}), (None, {"guidance_scale": 2})):
+        with pytest.raises(DiffusionError, match="takes no"):
+            resolve(plain, "a fox", negative, parameters)
+
+
+def test_check_refuses_forged_settings(limits: ModelLimits) -> None:
+    fields = resolve(limits, "a fox", None, {"seed": 1}).model_dump()
+    assert check(limits, fields).model_dump() == fields
+    for forged in ({**fields, "width": 10**9}, {**fields, "extra": 1}, {"prompt": "a fox"}):
+        with pytest.raises(DiffusionError):
+            check(limits, forged)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(None, (64, 64)), ("auto", (64, 64)), ("128x8", (128, 8)), ("064x64", (64, 64))]
+)
+def test_sizes(limits: ModelLimits, size: object, expected: tuple[int, int]) -> None:
+    assert parse_size(size, limits) == expected
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "",
+        "64",
+        "64x",
+        "64X64",
+        "64x65",
+        "0x0",
+        "136x64",
+        "-8x8",
+        "64x64 ",
+        "9999999x8",
+        "٦٤x64",
+        64,
+        True,
+        [],
+    ],
+)
+def test_bad_sizes(limits: ModelLimits, size: object) -> None:
+    with pytest.raises(DiffusionError, match="both multiples of 8, at most 128x128") as caught:
+        parse_size(size, limits)
+    assert (caught.value.param, caught.value.code) == ("size", "invalid_size")
+
+
+def test_the_quality_table() -> None:
+    for default in Tier:
+        assert {resolve_tier(quality, default) for quality in (None, "auto", "standard")} == {default}
+    assert {resolve_tier(q, Tier.FAST) for q in ("lossless", "xhigh", "max", "hd")} == {Tier.LOSSLESS}
+    assert {resolve_tier(q, Tier.LOSSLESS) for q in ("low", "medium", "high")} == {Tier.FAST}
+
+
+def test_an_error_survives_triton() -> None:
+    error = DiffusionError("'seed' is {\"message\": 1}", param="seed", code="x", status=Status.UNAVAILABLE)
+    back = DiffusionError.from_text("in ensemble 'emoji-flux', " + error.to_text())
+    assert back is not None
+    assert vars(back) == vars(error)
+    assert DiffusionError.from_text("Request timeout expired") is None
+
+
+def test_show_is_short_and_printable() -> None:
+    assert len(show("a" * 1000)) < 100
+    show("\ud800").encode()
