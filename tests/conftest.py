@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,9 @@ from diffusion_backend.launcher import ServeOptions, Server
 from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.tritonserver import TritonPorts
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.running_server import ROOT, RunningServer
+
 START_SECONDS = 240
-
-
-@dataclass(frozen=True)
-class RunningServer:
-    """Where the server under test is, and what it writes."""
-
-    adapter_url: str
-    grpc_url: str
-    http_url: str
-    metrics_url: str
-    data_dir: Path
-    log: Path
-    admin_key: str
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from diffusion_backend.launcher import curl_line
 from openai import AsyncOpenAI, OpenAI
 from PIL import Image
 
-from tests.conftest import ROOT, RunningServer
+from tests.running_server import ROOT, RunningServer
 
 MODEL = ROOT / "model_repository/emoji-flux"
 Pixels = np.ndarray[Any, Any]
@@ -61,9 +62,9 @@ def test_the_node_sdk(server: RunningServer, tmp_path: Path) -> None:
 
 def test_the_printed_curl_line(server: RunningServer, tmp_path: Path) -> None:
     """The line that ./serve prints writes a PNG when it is pasted."""
-    from diffusion_backend.launcher import curl_line
-
-    subprocess.run(["bash", "-c", curl_line(server.adapter_url)], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        ["bash", "-c", curl_line(server.adapter_url, "emoji-flux")], cwd=tmp_path, check=True, timeout=60
+    )
     (file,) = tmp_path.iterdir()
     assert Image.open(file).size == (64, 64)
 

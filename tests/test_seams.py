@@ -198,7 +198,7 @@ def test_calls_that_do_not_fit(flux_limits: ModelLimits, calls: list[conditionin
         seams.replay(pipe, calls, seams.call_arguments(pipe, flux_limits, settings), 0)
 
 
-def test_a_stage_that_calls_anothers_component_is_said_not_to_split(flux_limits: ModelLimits) -> None:
+def test_a_stage_that_calls_anothers_component_is_said_not_to_split() -> None:
     pipeline = loading.open_pipeline(str(FLUX / "pipeline"))
     pipe = loading.load_dry(pipeline, Stage.DENOISE, methods=seams.STAND_IN_METHODS)
     with pytest.raises(DiffusionError, match="cannot be split"):

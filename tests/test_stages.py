@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import urllib.error
 import urllib.request
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ from diffusion_backend.client import AsyncDiffusionClient, DiffusionClient, Gene
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits, resolve
 
-from tests.conftest import RunningServer
+from tests.running_server import ROOT, RunningServer
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = "emoji-flux"
 
 
@@ -91,7 +90,7 @@ def test_refusals_name_the_field(client: DiffusionClient, arguments: dict[str, A
     assert (caught.value.param, caught.value.status) == (param, Status.INVALID_ARG)
 
 
-def test_a_prompt_that_is_not_utf8(client: DiffusionClient, server: RunningServer) -> None:
+def test_a_prompt_that_is_not_utf8(server: RunningServer) -> None:
     answer = stream(server, MODEL, [bytes_input("prompt", b"fox \xff")])
     error = DiffusionError.from_text(str(answer))
     assert error is not None

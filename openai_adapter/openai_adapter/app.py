@@ -35,6 +35,9 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         middleware=_middleware(settings, measured),
         redirect_slashes=False,
+        # FastAPI's pages of documentation load scripts from elsewhere; /openapi.json has it all.
+        docs_url=None,
+        redoc_url=None,
     )
     errors.install(app)
     app.include_router(images.routes(settings, registry, triton, store, measured))

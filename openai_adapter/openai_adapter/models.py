@@ -21,7 +21,7 @@ def build_model_card(name: str, limits: ModelLimits) -> dict[str, Any]:
         "object": "model",
         "created": limits.created,
         "owned_by": "triton-diffusion",
-        "root": limits.source,
+        "root": limits.hub_id or name,
         "pipeline_name": limits.pipeline_class,
         "pipeline_class": limits.pipeline_class,
         "task_type": limits.task,
@@ -54,7 +54,7 @@ def routes(registry: Registry) -> APIRouter:
 
     @router.get("/{model:path}")
     async def retrieve_model(model: str) -> JSONResponse:
-        """One model, by its id or its source."""
+        """One model, by its id or its hub id."""
         found = registry.find(model)
         if found.limits is None:
             raise unavailable(f"the model {show(found.name)} is not ready", "model_not_ready")

@@ -43,15 +43,15 @@ class Registry:
         return [(name, model.limits) for name, model in sorted(self.models.items()) if model.limits]
 
     def find(self, name: str) -> Model:
-        """The model with this Triton name or, where only one has it, this source.
+        """The model with this Triton name or, where only one has it, this hub id.
 
         Raises:
-            ApiError: 503 before the first contact, 404 for an unknown model, 400 for an ambiguous source.
+            ApiError: 503 before the first contact, 404 for an unknown model, 400 for an ambiguous hub id.
         """
         self._require_contact()
         if name in self.models:
             return self.models[name]
-        found = [model for model in self.models.values() if model.limits and model.limits.source == name]
+        found = [model for model in self.models.values() if model.limits and model.limits.hub_id == name]
         if not found:
             raise ApiError(
                 404, f"The model {show(name)} does not exist", param="model", code="model_not_found"
@@ -59,7 +59,7 @@ class Registry:
         if len(found) > 1:
             raise ApiError(
                 400,
-                f"'model' is {show(name)}, the source of several models; allowed: {_names(found)}",
+                f"'model' is {show(name)}, the hub id of several models; allowed: {_names(found)}",
                 param="model",
                 code="ambiguous_model",
             )

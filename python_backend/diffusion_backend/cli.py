@@ -35,8 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
+    from diffusion_backend.loading import quiet_libraries
     from diffusion_backend.repository import add
 
+    quiet_libraries()
     changes = add(args.source, args.name, args.repository)
     for change in changes:
         print(f"{change.what:<9} {args.repository / change.path}")

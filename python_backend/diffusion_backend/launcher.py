@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import fcntl
 import ipaddress
+import json
 import os
 import shlex
 import signal
@@ -304,15 +305,20 @@ def _wait_until_ready(server: Server, signals: _StopSignals) -> bool:
 
 def _announce(server: Server, seconds: float) -> None:
     url = server.adapter.url
-    keys = os.environ.get("OPENAI_ADAPTER_API_KEYS")
-    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if keys else ""
-    body = shlex.quote('{"prompt": "a fox on a blue background"}')
     _say(
         f"ready after {seconds:.0f} s: {url}/v1 serves {', '.join(server.triton.models)}\n"
-        "Ctrl-C stops it. Try:\n\n"
+        f"Ctrl-C stops it. Try:\n\n{curl_line(url, server.triton.models[0])}\n"
+    )
+
+
+def curl_line(url: str, model: str) -> str:
+    """A command that can be pasted into a shell and writes ``fox.png``."""
+    keys = os.environ.get("OPENAI_ADAPTER_API_KEYS")
+    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if keys else ""
+    body = shlex.quote(json.dumps({"model": model, "prompt": "a fox on a blue background"}))
+    return (
         f"curl -s {url}/v1/images/generations -H 'Content-Type: application/json'{key} -d {body} \\\n"
         r"""  | sed -n 's/.*"b64_json": *"\([^"]*\)".*/\1/p' | base64 -d > fox.png"""
-        "\n"
     )
 
 

@@ -13,7 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from torch import nn
@@ -22,6 +24,13 @@ from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
+
+
+def quiet_libraries() -> None:
+    """No progress bars and no warnings from diffusers and transformers: some would log a user's prompt."""
+    for library in (diffusers.utils.logging, transformers.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 class Stage(StrEnum):

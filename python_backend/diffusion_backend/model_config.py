@@ -42,3 +42,8 @@ def list_ensembles(repository: Path) -> list[str]:
     """The names of the ensembles in a model repository, sorted."""
     configs = (path.parent for path in sorted(repository.glob(f"*/{CONFIG_FILE}")))
     return [folder.name for folder in configs if read_model_config(folder).is_ensemble]
+
+
+def resolve_source(source: str, ensemble: Path) -> str:
+    """The pipeline that ``source`` names: ``./...`` is a folder inside the ensemble's own, the rest is as it stands."""
+    return str(ensemble / source) if source.startswith("./") else source

@@ -22,7 +22,7 @@ import torch
 from diffusion_backend import conditioning, config_text, loading, seams
 from diffusion_backend.errors import DiffusionError, Status, show
 from diffusion_backend.loading import PipelineFolder, Stage
-from diffusion_backend.model_config import CONFIG_FILE, read_model_config
+from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits, Settings, resolve
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
@@ -57,7 +57,7 @@ def add(source: str, name: str, repository: Path) -> list[Change]:
         )
     ensemble = repository / name
     source = _stored_source(source, ensemble)
-    pipeline = loading.open_pipeline(str(ensemble / source) if (ensemble / source).is_dir() else source)
+    pipeline = loading.open_pipeline(resolve_source(source, ensemble))
     limits = _limits(source, pipeline, created=_created(ensemble))
     files = _files(name, limits, pipeline)
     with tempfile.TemporaryDirectory(dir=_existing(repository), prefix=".add-") as staging:
@@ -77,12 +77,12 @@ def _existing(folder: Path) -> Path:
 
 
 def _stored_source(source: str, ensemble: Path) -> str:
-    """The source as the configuration names it: relative when it lies inside the ensemble's own folder."""
+    """The source as the configuration names it: ``./folder`` when it lies inside the ensemble's own folder."""
     path = Path(source)
     if not path.is_dir():
         return source
     absolute, home = path.resolve(), ensemble.resolve()
-    return str(absolute.relative_to(home)) if absolute.is_relative_to(home) else str(absolute)
+    return f"./{absolute.relative_to(home)}" if absolute.is_relative_to(home) else str(absolute)
 
 
 def _created(ensemble: Path) -> int:

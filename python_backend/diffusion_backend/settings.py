@@ -58,6 +58,11 @@ class ModelLimits(BaseModel):
         return json.loads(value) if isinstance(value, str) else value
 
     @property
+    def hub_id(self) -> str | None:
+        """The source when it is a hub id (``org/name``); None for a local folder, which is nobody else's business."""
+        return None if self.source.startswith((".", "/")) else self.source
+
+    @property
     def takes_negative_prompt(self) -> bool:
         return self.default_negative_prompt is not None
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import httpx
 import pytest
 from adapter_process import AdapterProcess
 from tcp_link import TcpLink
 
+from tests.running_server import RunningServer
+
 StartAdapter = Callable[..., AdapterProcess]
 GENERATIONS = "/v1/images/generations"
 
 
-class Server(Protocol):
-    grpc_url: str
-    admin_key: str
-
-
-def flags_for(server: Server, url: str | None = None) -> tuple[str, ...]:
+def flags_for(server: RunningServer, url: str | None = None) -> tuple[str, ...]:
     return ("--triton-url", url or server.grpc_url, "--triton-admin-key", server.admin_key)
 
 
@@ -53,7 +49,7 @@ def test_without_triton(start_adapter: StartAdapter) -> None:
     assert adapter.stop() == 0
 
 
-def test_running_requests_end_before_the_process(start_adapter: StartAdapter, server: Server) -> None:
+def test_running_requests_end_before_the_process(start_adapter: StartAdapter, server: RunningServer) -> None:
     adapter = start_adapter(*flags_for(server))
     adapter.wait("/health")
     with ThreadPoolExecutor(1) as pool:
@@ -65,7 +61,9 @@ def test_running_requests_end_before_the_process(start_adapter: StartAdapter, se
         assert len(answer.result().json()["data"]) == 4
 
 
-def test_requests_that_outlast_the_shutdown_are_told(start_adapter: StartAdapter, server: Server) -> None:
+def test_requests_that_outlast_the_shutdown_are_told(
+    start_adapter: StartAdapter, server: RunningServer
+) -> None:
     with TcpLink(server.grpc_url) as link:
         adapter = start_adapter(*flags_for(server, link.address), "--shutdown-seconds", "1")
         adapter.wait("/health")
@@ -79,7 +77,7 @@ def test_requests_that_outlast_the_shutdown_are_told(start_adapter: StartAdapter
             assert answer.result().json()["error"]["code"] == "shutting_down"
 
 
-def test_keys_and_urls_behind_a_proxy(start_adapter: StartAdapter, server: Server) -> None:
+def test_keys_and_urls_behind_a_proxy(start_adapter: StartAdapter, server: RunningServer) -> None:
     flags = (*flags_for(server), "--trusted-proxies", "127.0.0.1", "--media-ttl-seconds", "2")
     adapter = start_adapter(*flags, OPENAI_ADAPTER_API_KEYS="one,two")
     adapter.wait("/health")
@@ -100,14 +98,16 @@ def test_keys_and_urls_behind_a_proxy(start_adapter: StartAdapter, server: Serve
     assert httpx.get(local).json()["error"]["code"] == "not_found"
 
 
-def test_models_by_name_need_no_admin_key(start_adapter: StartAdapter, server: Server) -> None:
+def test_models_by_name_need_no_admin_key(start_adapter: StartAdapter, server: RunningServer) -> None:
     flags = ("--triton-url", server.grpc_url, "--models")
     named = start_adapter(*flags, "emoji-flux", OPENAI_ADAPTER_TRITON_ADMIN_KEY="")
     named.wait("/health")
     assert [card["id"] for card in httpx.get(f"{named.url}/v1/models").json()["data"]] == ["emoji-flux"]
 
 
-def test_a_model_that_is_not_there_keeps_it_unready(start_adapter: StartAdapter, server: Server) -> None:
+def test_a_model_that_is_not_there_keeps_it_unready(
+    start_adapter: StartAdapter, server: RunningServer
+) -> None:
     adapter = start_adapter(*flags_for(server), "--models", "emoji-flux,later")
     adapter.wait("/v1/models")
     health = httpx.get(f"{adapter.url}/health")
@@ -125,7 +125,7 @@ def test_a_model_that_is_not_there_keeps_it_unready(start_adapter: StartAdapter,
     assert "emoji-flux, later" in unnamed["message"]
 
 
-def test_triton_goes_and_comes_back(start_adapter: StartAdapter, server: Server) -> None:
+def test_triton_goes_and_comes_back(start_adapter: StartAdapter, server: RunningServer) -> None:
     with TcpLink(server.grpc_url) as link:
         adapter = start_adapter(*flags_for(server, link.address))
         adapter.wait("/health")
@@ -143,7 +143,7 @@ def test_triton_goes_and_comes_back(start_adapter: StartAdapter, server: Server)
         adapter.wait("/health", seconds=15)
 
 
-def test_a_deadline_passes(start_adapter: StartAdapter, server: Server) -> None:
+def test_a_deadline_passes(start_adapter: StartAdapter, server: RunningServer) -> None:
     with TcpLink(server.grpc_url) as link:
         adapter = start_adapter(*flags_for(server, link.address), "--request-timeout-seconds", "0.5")
         adapter.wait("/health")

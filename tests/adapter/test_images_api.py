@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -19,22 +19,19 @@ from openai.types import Image as ImageResult
 from openai.types import ImagesResponse
 from PIL import Image
 
+from tests.running_server import RunningServer
+
 MODEL = "emoji-flux"
 PROMPT = "a fox on a blue background"
 
 
-class Server(Protocol):
-    adapter_url: str
-    grpc_url: str
-
-
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.adapter_url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def limits(server: Server) -> ModelLimits:
+def limits(server: RunningServer) -> ModelLimits:
     with DiffusionClient(server.grpc_url) as triton:
         return triton.limits(MODEL)
 
@@ -134,7 +131,7 @@ def test_several_images_are_those_of_the_following_seeds(client: openai.OpenAI) 
         assert distance(file, lone(client, seed=seed)) <= 1
 
 
-def test_url_results(client: openai.OpenAI, server: Server) -> None:
+def test_url_results(client: openai.OpenAI, server: RunningServer) -> None:
     response = client.images.generate(prompt=PROMPT, response_format="url", n=2, extra_body={"seed": 5})
     assert response.data is not None
     urls = [result.url for result in response.data]
@@ -239,7 +236,7 @@ def test_errors(client: openai.OpenAI, fields: dict[str, Any], status: int, para
     assert set(error.body) == {"message", "type", "param", "code"}
 
 
-def test_lone_surrogates_are_refused_readably(server: Server) -> None:
+def test_lone_surrogates_are_refused_readably(server: RunningServer) -> None:
     for body in (r'{"prompt": "a", "negative_prompt": "\ud800"}', r'{"prompt": "a", "size": "\udfff"}'):
         answer = httpx.post(
             f"{server.adapter_url}/v1/images/generations",
@@ -263,7 +260,7 @@ def test_concurrent_requests_get_their_own_pictures(client: openai.OpenAI) -> No
         assert distance(file, lone(client, **job)) <= 1
 
 
-def test_metrics_count_images(client: openai.OpenAI, server: Server) -> None:
+def test_metrics_count_images(client: openai.OpenAI, server: RunningServer) -> None:
     line = f'openai_adapter_images_total{{decode_path="lossless",model="{MODEL}",quality="hd"}}'
 
     def count() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 from urllib.parse import quote
 
 import httpx
@@ -11,21 +10,18 @@ import pytest
 from diffusion_backend.client import DiffusionClient
 from diffusion_backend.settings import ModelLimits
 
+from tests.running_server import RunningServer
+
 MODEL = "emoji-flux"
 
 
-class Server(Protocol):
-    adapter_url: str
-    grpc_url: str
-
-
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.adapter_url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def limits(server: Server) -> ModelLimits:
+def limits(server: RunningServer) -> ModelLimits:
     with DiffusionClient(server.grpc_url) as triton:
         return triton.limits(MODEL)
 
@@ -37,7 +33,7 @@ def test_list_has_the_ensembles_only(client: openai.OpenAI) -> None:
 def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     card = client.models.retrieve(MODEL).model_dump()
     assert (card["id"], card["object"], card["owned_by"]) == (MODEL, "model", "triton-diffusion")
-    assert (card["created"], card["root"]) == (limits.created, limits.source)
+    assert (card["created"], card["root"]) == (limits.created, "emoji-flux")
     assert card["pipeline_class"] == card["pipeline_name"] == "FluxPipeline"
     assert card["task_type"] == limits.task
     assert (card["default_size"], card["max_size"], card["size_multiple"]) == ("64x64", "128x128", 8)
@@ -47,9 +43,12 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     assert "num_gpus" not in card
 
 
-def test_by_source(server: Server, limits: ModelLimits) -> None:
+def test_a_local_source_stays_private(server: RunningServer, limits: ModelLimits) -> None:
+    """It is no hub id: not shown, and not a name to ask by."""
+    assert limits.source == "./pipeline"
+    assert "./pipeline" not in httpx.get(f"{server.adapter_url}/v1/models").text
     answer = httpx.get(f"{server.adapter_url}/v1/models/{quote(limits.source, safe='')}")
-    assert answer.json()["id"] == MODEL
+    assert answer.status_code == 404
 
 
 @pytest.mark.parametrize("name", ["nope", "emoji-flux_denoise", "org/no model", "emoji-flux/"])
@@ -60,7 +59,7 @@ def test_unknown(client: openai.OpenAI, name: str) -> None:
     assert name in caught.value.message
 
 
-def test_health(server: Server) -> None:
+def test_health(server: RunningServer) -> None:
     for path, status in (("/health/live", "live"), ("/health", "ready")):
         answer = httpx.get(server.adapter_url + path)
         assert (answer.status_code, answer.json()["status"]) == (200, status)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diffusion_backend.errors import DiffusionError, Status
-from diffusion_backend.model_config import read_model_config
+from diffusion_backend.model_config import read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits
 
 if TYPE_CHECKING:
@@ -45,17 +45,12 @@ def tune_process() -> None:
 
 def start_stage(args: dict[str, str]) -> StageConfig:
     """Set up logging and read the configuration; ``args`` is what Triton gives ``initialize``."""
-    import diffusers
-    import transformers
+    from diffusion_backend.loading import quiet_libraries
 
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(levelname).1s {args['model_name']}: %(message)s"
     )
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
+    quiet_libraries()
     parameters = {
         key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
     }
@@ -70,12 +65,6 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         dtype=choose_dtype(limits.dtype, device),
         parameters=parameters,
     )
-
-
-def resolve_source(source: str, ensemble: Path) -> str:
-    """A relative ``source`` that is there means a folder inside the ensemble's own; else it is a path or a hub id."""
-    inside = ensemble / source
-    return str(inside) if not Path(source).is_absolute() and inside.is_dir() else source
 
 
 def choose_device(kind: str, device_id: str) -> torch.device:
