@@ -62,16 +62,13 @@ def main() -> None:
             columns.setdefault(name, []).append(value)
     figures = {name: statistics.median(values) for name, values in columns.items()}
     starts = len(columns["first_ms"])
+    rows: list[list[str | float]] = [
+        [f"start {number + 1}", *(values[number] for values in columns.values())] for number in range(starts)
+    ]
     measure.report(
         f"{measure.MODEL}: ten requests, one at a time, after each of {starts} starts (rest: median of 2 to 10)",
         ["", "start-up s", "first ms", "tenth ms", "rest ms", "first/tenth", "first/rest"],
-        [
-            *(
-                [f"start {number + 1}", *(values[number] for values in columns.values())]
-                for number in range(starts)
-            ),
-            ["median", *figures.values()],
-        ],
+        [*rows, ["median", *figures.values()]],
     )
     measure.write_json(options.json, {"starts": starts, **figures})
 
