@@ -188,7 +188,7 @@ def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
 
 
 def warmup_blob(**settings: Any) -> conditioning.Conditioning:
-    path = ROOT / "model_repository/emoji-flux_denoise/warmup/conditioning"
+    path = ROOT / "model_repository/emoji-flux_denoise/warmup/64x64.conditioning"
     blob = conditioning.unpack(path.read_bytes())
     return conditioning.Conditioning(blob.calls, {**blob.settings, **settings}, blob.encode_seconds)
 
@@ -240,7 +240,7 @@ def decode(server: RunningServer, latents: np.ndarray[Any, Any], settings: str) 
 
 @pytest.fixture(scope="module")
 def decode_settings() -> dict[str, Any]:
-    path = ROOT / "model_repository/emoji-flux_vae_decode/warmup/settings_lossless"
+    path = ROOT / "model_repository/emoji-flux_vae_decode/warmup/64x64_lossless.settings"
     settings: dict[str, Any] = json.loads(path.read_bytes()[4:])
     return settings
 

@@ -22,6 +22,7 @@ from diffusion_backend.errors import invalid
 
 FORMAT = 1
 METADATA = "conditioning"
+MAX_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The recorded calls of one request in call order, its settings, and the seconds encoding took."""
+    """The recorded calls of one request in call order, its settings, and the seconds encoding took.
+
+    ``rows`` is 1 but for warmup: so many copies of the request are run, and answered once.
+    """
 
     calls: list[Call]
     settings: Mapping[str, object]
     encode_seconds: float
+    rows: int = 1
 
 
 def pack(conditioning: Conditioning) -> bytes:
@@ -50,6 +55,7 @@ def pack(conditioning: Conditioning) -> bytes:
         "calls": calls,
         "settings": dict(conditioning.settings),
         "encode_seconds": conditioning.encode_seconds,
+        "rows": conditioning.rows,
     }
     # One metadata entry: safetensors writes several in no fixed order.
     return bytes(save(tensors, {METADATA: json.dumps(header)}))
@@ -67,7 +73,10 @@ def unpack(blob: bytes) -> Conditioning:
             raise ValueError(f"its format is {header['format']!r}, not {FORMAT}")
         tensors = load(blob)
         calls = [Call(str(name), _from_skeleton(skeleton, tensors)) for name, skeleton in header["calls"]]
-        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]))
+        rows = header["rows"]
+        if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"its rows are {rows!r}, not 1 to {MAX_ROWS}")
+        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows)
     except (SafetensorError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 

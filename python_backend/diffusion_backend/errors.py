@@ -66,6 +66,11 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> DiffusionE
     return DiffusionError(message, param=param, code=code, status=Status.INVALID_ARG)
 
 
+def unusable(message: str, param: str = "source") -> DiffusionError:
+    """What an operator gave to a command that cannot be used."""
+    return DiffusionError(message, param=param, code="unusable", status=Status.INVALID_ARG)
+
+
 def show(value: object, limit: int = 80) -> str:
     """A client's value as an error message quotes it: shortened, and printable whatever it holds."""
     text = value if isinstance(value, str) else repr(value)

@@ -20,7 +20,7 @@ from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from torch import nn
 
-from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.errors import DiffusionError, unusable
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,11 @@ def local_folder(source: str) -> Path:
         return path
     if path.is_absolute() or source.startswith("."):
         raise _unusable(source, "there is no such folder")
-    return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+    try:
+        return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+    except Exception as error:  # the hub's client has dozens of kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise _unusable(source, f"it is no folder here, and not to be had from the hub: {reason}") from error
 
 
 def open_pipeline(source: str) -> PipelineFolder:
@@ -197,9 +201,4 @@ def _find_class(library: str, name: str, source: str) -> Any:
 
 
 def _unusable(source: str, why: str) -> DiffusionError:
-    return DiffusionError(
-        f"{source!r} cannot be served: {why}",
-        param="source",
-        code="unusable_source",
-        status=Status.INVALID_ARG,
-    )
+    return unusable(f"{source!r} cannot be served: {why}")

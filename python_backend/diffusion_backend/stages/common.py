@@ -18,6 +18,9 @@ from diffusion_backend.settings import ModelLimits
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
+
+    from diffusion_backend.loading import Stage
 
 logger = logging.getLogger("diffusion_backend")
 
@@ -65,6 +68,23 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         dtype=choose_dtype(limits.dtype, device),
         parameters=parameters,
     )
+
+
+def load_pipeline(config: StageConfig, stage: Stage) -> DiffusionPipeline:
+    """The pipeline with this stage's weights.
+
+    Raises:
+        DiffusionError: a file that the stage needs is missing or damaged.
+    """
+    from diffusion_backend import inspection, loading, seams
+
+    pipeline = loading.open_pipeline(config.source)
+    for found in inspection.inspect_pipeline(pipeline):
+        if found.problems and found.component.stage == stage:
+            raise DiffusionError(f"{config.source} cannot be loaded: {'; '.join(found.problems)}")
+    return loading.load_stage(
+        pipeline, stage, device=config.device, dtype=config.dtype, methods=seams.STAND_IN_METHODS
+    )[0]
 
 
 def choose_device(kind: str, device_id: str) -> torch.device:

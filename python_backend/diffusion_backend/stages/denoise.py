@@ -17,17 +17,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend import conditioning, seams
+        from diffusion_backend.loading import Stage
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.DENOISE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
+        self._pipe = common.load_pipeline(self._config, Stage.DENOISE)
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
 
     def execute(self, requests: list[Any]) -> None:
@@ -57,7 +52,7 @@ class TritonPythonModel:
             self._engine.submit(
                 Job(
                     request_id=request.request_id() or str(uuid.uuid4()),
-                    run=lambda: self._denoise(conditioning, settings),
+                    run=lambda: [self._denoise(conditioning, settings) for _ in range(conditioning.rows)][-1],
                     succeed=succeed,
                     fail=fail,
                 )
