@@ -95,8 +95,8 @@ def test_every_instance_was_warmed(triton: TritonServer) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("broken_denoise/warmup/64x64.conditioning", "warmup sample 64x64"),
-        ("broken_vae_decode/warmup/64x64_high.settings", "warmup sample 64x64_high"),
+        ("broken_denoise/warmup/64x64.conditioning", "warmup sample '64x64'"),
+        ("broken_vae_decode/warmup/64x64_high.settings", "warmup sample '64x64_high'"),
     ],
 )
 def test_a_broken_warmup_stops_the_server_and_names_the_sample(tmp_path: Path, file: str, words: str) -> None:
