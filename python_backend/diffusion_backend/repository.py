@@ -101,7 +101,7 @@ def _limits(source: str, pipeline: PipelineFolder, created: int) -> ModelLimits:
                 "source", f"{pipeline.pipeline_class.__name__} makes or takes {what}: not served yet"
             )
     given = _generation_config(pipeline.folder)
-    argument = _guidance_argument(pipeline, call)
+    argument = guidance_argument(pipeline, call)
     steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
     scale = given.pop("guidance_scale", call[argument].default if argument else None)
     negative = given.pop("negative_prompt", "") if "negative_prompt" in call else None
@@ -150,7 +150,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
+def guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
     """The call argument that a request's ``guidance_scale`` means.
 
     Pipelines with both arguments (FLUX, Qwen-Image) read ``guidance_scale`` only when the transformer has a guidance
@@ -216,7 +216,8 @@ class _DryRuns:
 
     def decode_shape(self, denoised: seams.Denoised) -> tuple[int, ...]:
         vae = self._decode.vae
-        image = vae.decode(denoised.latents, return_dict=False, **denoised.decode_arguments)[0]
+        arguments = seams.read_decode_arguments(denoised.decode_arguments)
+        image = vae.decode(denoised.latents, return_dict=False, **arguments)[0]
         return tuple(image.shape)
 
 

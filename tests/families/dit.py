@@ -24,7 +24,8 @@ from transformers import GlmConfig, GlmModel, Qwen3Model, T5GemmaConfig
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-from tests.families import parts, tokenizers
+from tests.families import parts
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.family import family
 
 

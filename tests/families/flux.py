@@ -13,7 +13,8 @@ from diffusers import (
 )
 from transformers import Qwen3ForCausalLM, Qwen3Model
 
-from tests.families import parts, tokenizers
+from tests.families import parts
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.family import family
 
 _TRANSFORMER: dict[str, Any] = {

@@ -20,7 +20,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from tests.families.tokenizers import VOCABULARY
+from tests.families.tiny_tokenizers import VOCABULARY
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _LAYERS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}

@@ -11,7 +11,8 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from tests.families import parts, tokenizers
+from tests.families import parts
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.family import family
 
 _UNET: dict[str, Any] = {

@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-from tests.families import parts, tokenizers
+from tests.families import parts
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.family import family
 
 _CALL: dict[str, Any] = {"width": 32, "height": 32, "num_inference_steps": 3}

@@ -13,7 +13,8 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
-from tests.families import parts, tokenizers
+from tests.families import parts
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.family import family
 
 _CALL: dict[str, Any] = {
