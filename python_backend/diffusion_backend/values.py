@@ -41,14 +41,13 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """``value`` with ``function`` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) in RECORDS:  # before dict, which some of them are
+        fields = RECORDS[type(value)]
+        return type(value)(**{name: map_tensors(getattr(value, name), function) for name in fields})
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, function) for item in value)
     if isinstance(value, dict):
         return {key: map_tensors(item, function) for key, item in value.items()}
-    if type(value) in RECORDS:
-        return type(value)(
-            **{name: map_tensors(getattr(value, name), function) for name in RECORDS[type(value)]}
-        )
     return value
 
 
