@@ -157,7 +157,7 @@ def load_stage(
 def load_dry(
     pipeline: PipelineFolder, stage: Stage, *, methods: dict[Stage, dict[str, Method]]
 ) -> DiffusionPipeline:
-    """``load_stage`` without weights: ``stage``'s components compute shapes only and return zeros (on the CPU)."""
+    """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
     stand_ins = {
         component.name: build_stand_in(
             component.cls,

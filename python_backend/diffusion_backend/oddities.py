@@ -36,9 +36,19 @@ NESTED_CONFIGURATIONS = {
 }
 
 
-def call_arguments(cls: type[DiffusionPipeline]) -> dict[str, Any]:
-    """The entries of ``CALL_ARGUMENTS`` that ``cls`` takes."""
-    return _accepted(CALL_ARGUMENTS, cls.__call__)
+# The area in pixels to which a pipeline scales the size that it is asked for (FLUX Kontext). It is given that size's own.
+AREA_ARGUMENT = "max_area"
+
+
+def call_arguments(cls: type[DiffusionPipeline], width: int, height: int) -> dict[str, Any]:
+    """What a call of ``cls`` for a picture of this size is given on top of the request's arguments."""
+    return _accepted({**CALL_ARGUMENTS, AREA_ARGUMENT: width * height}, cls.__call__)
+
+
+def default_size(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call arguments with the choice of the size left to the pipeline."""
+    kept = {name: value for name, value in arguments.items() if name != AREA_ARGUMENT}
+    return {**kept, "width": None, "height": None}
 
 
 def init_arguments(cls: type[DiffusionPipeline]) -> dict[str, Any]:

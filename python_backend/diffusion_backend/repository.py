@@ -6,25 +6,30 @@ from dry runs through the same seams that serve requests.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import logging
 import re
 import shutil
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffusion_backend import conditioning, config_text, loading, seams
+from diffusion_backend import conditioning, config_text, loading, oddities, seams
 from diffusion_backend.errors import DiffusionError, Status, show
 from diffusion_backend.loading import PipelineFolder, Stage
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits, Settings, resolve
 from diffusion_backend.stages.decode_settings import DecodeSettings
+
+logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_PROMPT = "a red apple on a wooden table"
@@ -58,8 +63,10 @@ def add(source: str, name: str, repository: Path) -> list[Change]:
     ensemble = repository / name
     source = _stored_source(source, ensemble)
     pipeline = loading.open_pipeline(resolve_source(source, ensemble))
-    limits = _limits(source, pipeline, created=_created(ensemble))
-    files = _files(name, limits, pipeline)
+    with _refusals_name(pipeline):
+        runs = _DryRuns(pipeline)
+        limits = _limits(source, pipeline, runs, created=_created(ensemble))
+        files = _files(name, limits, runs)
     with tempfile.TemporaryDirectory(dir=_existing(repository), prefix=".add-") as staging:
         for path, content in files.items():
             target = Path(staging) / path
@@ -69,6 +76,18 @@ def add(source: str, name: str, repository: Path) -> list[Change]:
             *_remove_stale(repository, name, set(files)),
             *_install(Path(staging), repository, set(files)),
         ]
+
+
+@contextlib.contextmanager
+def _refusals_name(pipeline: PipelineFolder) -> Iterator[None]:
+    """Whatever goes wrong inside is the reason why this class of pipelines cannot be served, and is said so."""
+    name = pipeline.pipeline_class.__name__
+    try:
+        yield
+    except Exception as error:
+        reason = error.message if isinstance(error, DiffusionError) else f"{type(error).__name__}: {error}"
+        logger.debug("%s: refused", name, exc_info=error)
+        raise _refuse("source", f"{name} cannot be served: {reason}") from error
 
 
 def _existing(folder: Path) -> Path:
@@ -93,13 +112,15 @@ def _created(ensemble: Path) -> int:
         return int(time.time())
 
 
-def _limits(source: str, pipeline: PipelineFolder, created: int) -> ModelLimits:
+def _limits(source: str, pipeline: PipelineFolder, runs: _DryRuns, created: int) -> ModelLimits:
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    for name, what in (("image", "an image"), ("num_frames", "video")):
-        if name in call:
-            raise _refuse(
-                "source", f"{pipeline.pipeline_class.__name__} makes or takes {what}: not served yet"
-            )
+    missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]
+    if missing:
+        raise _refuse("source", f"it takes no {' and no '.join(missing)}")
+    if seams.makes_video(runs.encode):
+        raise _refuse("source", "it makes video, which is not served yet")
+    if "image" in call and call["image"].default is inspect.Parameter.empty:
+        raise _refuse("source", "it takes an image, which is not served yet")
     given = _generation_config(pipeline.folder)
     argument = guidance_argument(pipeline, call)
     steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
@@ -123,9 +144,13 @@ def _limits(source: str, pipeline: PipelineFolder, created: int) -> ModelLimits:
         "default_negative_prompt": negative,
         "call_arguments": given,
     }
-    sizes = _SizeProbe(pipeline, fields)
-    if width is None or height is None:
-        width, height = sizes.picture(None, None)
+    sizes = _SizeProbe(runs, fields)
+    try:
+        width, height = sizes.picture(width, height)
+    except Exception as error:
+        if "image" in call:  # it may be left out in some pipelines, not in this one
+            raise _refuse("source", f"it takes an image, which is not served yet ({error})") from error
+        raise
     return ModelLimits(
         **fields,
         default_width=width,
@@ -166,8 +191,8 @@ def guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
 class _SizeProbe:
     """Finds out by dry runs which picture sizes a pipeline really makes."""
 
-    def __init__(self, pipeline: PipelineFolder, fields: dict[str, Any]) -> None:
-        self._runs = _DryRuns(pipeline)
+    def __init__(self, runs: _DryRuns, fields: dict[str, Any]) -> None:
+        self._runs = runs
         self._fields = fields
 
     def picture(self, width: int | None, height: int | None) -> tuple[int, int]:
@@ -182,22 +207,23 @@ class _SizeProbe:
         )
         settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": 1})
         arguments = seams.call_arguments(self._runs.encode, limits, settings)
-        arguments.update(width=width, height=height)
-        try:
-            image = self._runs.decode_shape(self._runs.denoise_all(arguments))
-        except DiffusionError as error:
-            if error.status is Status.INVALID_ARG:  # check_inputs refuses this size
-                return 0, 0
-            raise
+        if width is None or height is None:
+            arguments = oddities.default_size(arguments)
+        image = self._runs.decode_shape(self._runs.denoise_all(arguments))
         return image[-1], image[-2]
 
     def multiple(self, width: int, height: int) -> int:
         """The smallest step by which both sides may grow and still come out as asked."""
         for step in SIZE_MULTIPLES:
-            fits = width % step == 0 and height % step == 0
-            if fits and self.picture(width + step, height + step) == (width + step, height + step):
+            if width % step == 0 and height % step == 0 and self._makes(width + step, height + step):
                 return step
-        raise _refuse("source", f"the pipeline makes no picture of {width}x{height} or a little more")
+        raise _refuse("source", f"it makes no picture of {width}x{height} or a little more")
+
+    def _makes(self, width: int, height: int) -> bool:
+        try:
+            return self.picture(width, height) == (width, height)
+        except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
+            return False
 
 
 class _DryRuns:
@@ -225,9 +251,8 @@ def _fresh_generator(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "generator": torch.Generator("cpu").manual_seed(0)}
 
 
-def _files(name: str, limits: ModelLimits, pipeline: PipelineFolder) -> dict[str, bytes]:
+def _files(name: str, limits: ModelLimits, runs: _DryRuns) -> dict[str, bytes]:
     """Every file of the four models, by its path in the repository."""
-    runs = _DryRuns(pipeline)
     settings = resolve(
         limits,
         limits.default_prompt,

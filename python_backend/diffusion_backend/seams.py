@@ -94,7 +94,7 @@ def call_arguments(pipe: DiffusionPipeline, limits: ModelLimits, settings: Setti
         "num_inference_steps": settings.num_inference_steps,
         "generator": torch.Generator("cpu").manual_seed(settings.seed),
         "output_type": "pt",
-        **oddities.call_arguments(type(pipe)),
+        **oddities.call_arguments(type(pipe), settings.width, settings.height),
         **limits.call_arguments,
     }
     if limits.takes_negative_prompt:

@@ -43,6 +43,9 @@ def build_stand_in(
         module = _from_config(cls, folder).to(dtype).eval()
     _load_buffers(module, folder)
     namespace: dict[str, Any] = {
+        # Libraries look up what they know of a class by its name.
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
         "device": property(lambda _: device),
         "to": _change_dtype,
         **(methods or {}),
@@ -62,7 +65,7 @@ def _change_dtype(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def dry_methods(cls: type[nn.Module]) -> dict[str, Method]:
     """``forward`` and, for a VAE, ``decode`` that compute shapes and dtypes only.
 
-    They take real CPU tensors and return real zeros. The class's own code runs with parameters that have no memory:
+    They take real CPU tensors and return real ones (zeros would end in 0 / 0 where a pipeline normalises). The class's own code runs with parameters that have no memory:
     what depends on them is not calculated, only its shape is. What does not (masks, position ids) is: that code
     may go by their values.
     """
@@ -119,7 +122,7 @@ def _dry(method: Method) -> Method:
         with mode:
             outputs = functional_call(_Method(self, method), weights, args, kwargs)
         return tree_map(
-            lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x, outputs
+            lambda x: torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x, outputs
         )
 
     return run

@@ -68,10 +68,9 @@ def flux_true_guidance() -> dict[str, Any]:
     "FluxKontextPipeline",
     "image-to-image",
     width=32,
-    height=32,
+    height=40,
     num_inference_steps=3,
     max_sequence_length=48,
-    max_area=1024,
     _auto_resize=False,
 )
 def kontext() -> dict[str, Any]:
