@@ -75,7 +75,8 @@ def unpack(blob: bytes) -> Conditioning:
             raise ValueError(f"its format is {header['format']!r}, not {FORMAT}")
         tensors = load(blob)
         calls = [
-            Call(str(name), from_skeleton(skeleton, tensors.__getitem__)) for name, skeleton in header["calls"]
+            Call(str(name), from_skeleton(skeleton, tensors.__getitem__))
+            for name, skeleton in header["calls"]
         ]
         return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]))
     except (SafetensorError, *MALFORMED) as error:

@@ -105,7 +105,9 @@ def open_pipeline(source: str) -> PipelineFolder:
             modules.append(Component(name, cls))
     for stage, what in ((Stage.DENOISE, "denoiser"), (Stage.VAE_DECODE, "VAE")):
         if not any(component.stage is stage for component in modules):
-            raise _unusable(source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split")
+            raise _unusable(
+                source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split"
+            )
     return PipelineFolder(folder, pipeline_class, modules)
 
 

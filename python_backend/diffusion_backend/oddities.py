@@ -36,7 +36,8 @@ NESTED_CONFIGURATIONS = {
 }
 
 
-# The area in pixels to which a pipeline scales the size that it is asked for (FLUX Kontext). It is given that size's own.
+# The area in pixels to which a pipeline scales the size that it is asked for (FLUX Kontext): it is given that of the
+# size itself.
 AREA_ARGUMENT = "max_area"
 
 

@@ -60,11 +60,10 @@ def end_encoding(_self: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def end_denoising(vae: Any, *args: Any, **kwargs: Any) -> None:
-    # A stand-in's class is derived from the real one, whose signature gives the arguments their names.
-    bound = inspect.signature(type(vae).__base__.decode).bind(vae, *args, **kwargs).arguments
-    _, latents, *_ = bound.values()
-    _, latents_name, *others = bound
-    raise DenoisingDone(latents, {name: bound[name] for name in others if name != "return_dict"})
+    # A stand-in's class is derived from the real one, whose signature names the arguments.
+    real: Any = type(vae).__mro__[1]
+    _, (_, latents), *others = inspect.signature(real.decode).bind(vae, *args, **kwargs).arguments.items()
+    raise DenoisingDone(latents, {name: value for name, value in others if name != "return_dict"})
 
 
 def _must_not_run(component: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -130,7 +129,9 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
                 result = method(*args, **kwargs)
             finally:
                 inside = False
-            if any(not torch.equal(old, new) for old, new in zip(before, _random_states(arguments), strict=True)):
+            if any(
+                not torch.equal(old, new) for old, new in zip(before, _random_states(arguments), strict=True)
+            ):
                 raise DiffusionError(
                     f"its {name} draws random numbers, which a replay would not: it cannot be split",
                     code="unsplittable",

@@ -8,7 +8,7 @@ is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +65,29 @@ def _change_dtype(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def dry_methods(cls: type[nn.Module]) -> dict[str, Method]:
     """``forward`` and, for a VAE, ``decode`` that compute shapes and dtypes only.
 
-    They take real CPU tensors and return real ones (zeros would end in 0 / 0 where a pipeline normalises). The class's own code runs with parameters that have no memory:
-    what depends on them is not calculated, only its shape is. What does not (masks, position ids) is: that code
-    may go by their values.
+    They take real CPU tensors and return real ones, not zeros: these would end in 0 / 0 where a pipeline normalises.
+    The class's own code runs with parameters that have no memory: what depends on them is not calculated, only its
+    shape is. What does not (masks, position ids) is, for that code may go by its values.
     """
     return {name: _dry(getattr(cls, name)) for name in ("forward", "decode") if hasattr(cls, name)}
 
 
-class _DryMode(FakeTensorMode):
+class _DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fakes what any fake tensor goes into; calculates the rest."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        inputs = (args, kwargs or {})
-        if not any(isinstance(x, FakeTensor) for x in tree_leaves(inputs)):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
         # The shape of what a mask selects depends on its values: real ones are looked up here.
         if func in _INDEXING:
             args = (args[0], _without_masks(args[1]), *args[2:])

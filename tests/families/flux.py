@@ -150,7 +150,9 @@ def chroma() -> dict[str, Any]:
     }
 
 
-@family("Ovis-Image", "OvisImagePipeline", width=32, height=40, num_inference_steps=3, max_sequence_length=224)
+@family(
+    "Ovis-Image", "OvisImagePipeline", width=32, height=40, num_inference_steps=3, max_sequence_length=224
+)
 def ovis() -> dict[str, Any]:
     return {
         "transformer": OvisImageTransformer2DModel(**{**_TRANSFORMER, "out_channels": 16}),

@@ -86,7 +86,12 @@ def ltx_timestep() -> dict[str, Any]:
 
 
 @family(
-    "LTX-Video I2V", "LTXImageToVideoPipeline", "image-to-video", **_CALL, num_frames=9, max_sequence_length=48
+    "LTX-Video I2V",
+    "LTXImageToVideoPipeline",
+    "image-to-video",
+    **_CALL,
+    num_frames=9,
+    max_sequence_length=48,
 )
 def ltx_image() -> dict[str, Any]:
     return _ltx(timestep_conditioning=False)
@@ -170,9 +175,7 @@ def hunyuan_video15() -> dict[str, Any]:
     }
 
 
-@family(
-    "CogVideoX", "CogVideoXPipeline", "text-to-video", **_CALL, num_frames=9, max_sequence_length=48
-)
+@family("CogVideoX", "CogVideoXPipeline", "text-to-video", **_CALL, num_frames=9, max_sequence_length=48)
 def cogvideox() -> dict[str, Any]:
     return {
         "transformer": CogVideoXTransformer3DModel(
