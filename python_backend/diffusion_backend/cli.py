@@ -97,6 +97,7 @@ def _add(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from diffusion_backend.defaults import refusal
+    from diffusion_backend.dry_runs import DryRuns
     from diffusion_backend.inspection import inspect_pipeline, stage_bytes
     from diffusion_backend.loading import open_pipeline, quiet_libraries
 
@@ -112,7 +113,8 @@ def _check(args: argparse.Namespace) -> int:
     for stage, size in stage_bytes(components).items():
         print(f"{stage.value:<20} loads {size:>16,} bytes")
     problems = [problem for found in components for problem in found.problems]
-    problems += [why_not] if (why_not := refusal(pipeline)) else []
+    if not problems and (why_not := refusal(pipeline, DryRuns(pipeline).encode)):
+        problems.append(f"{pipeline.pipeline_class.__name__}: {why_not}")
     for problem in problems:
         print(f"refused: {problem}")
     return 1 if problems else 0

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diffusion_backend.errors import invalid
+from diffusion_backend.values import MALFORMED, from_skeleton, to_skeleton
 
 FORMAT = 1
 METADATA = "conditioning"
@@ -27,7 +28,7 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call of an encoder method: its name and what it returned."""
+    """One recorded call of an encoding method: its name and what it returned."""
 
     name: str
     result: Any
@@ -49,7 +50,14 @@ class Conditioning:
 def pack(conditioning: Conditioning) -> bytes:
     """The blob. Tensors come from any device; they are stored contiguous."""
     tensors: dict[str, torch.Tensor] = {}
-    calls = [[call.name, _to_skeleton(call.result, tensors)] for call in conditioning.calls]
+
+    def store(tensor: torch.Tensor) -> str:
+        name = f"t{len(tensors)}"
+        # A copy of its own: safetensors refuses tensors that share memory (views, expanded masks).
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+        return name
+
+    calls = [[call.name, to_skeleton(call.result, store)] for call in conditioning.calls]
     header = {
         "format": FORMAT,
         "calls": calls,
@@ -72,12 +80,15 @@ def unpack(blob: bytes) -> Conditioning:
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}, not {FORMAT}")
         tensors = load(blob)
-        calls = [Call(str(name), _from_skeleton(skeleton, tensors)) for name, skeleton in header["calls"]]
+        calls = [
+            Call(str(name), from_skeleton(skeleton, tensors.__getitem__))
+            for name, skeleton in header["calls"]
+        ]
         rows = header["rows"]
         if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"its rows are {rows!r}, not 1 to {MAX_ROWS}")
         return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows)
-    except (SafetensorError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 
 
@@ -89,34 +100,3 @@ def _read_header(blob: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise TypeError("its header is not an object")
     return header
-
-
-def _to_skeleton(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON of nested lists, tuples, dicts, tensors and plain values; the tensors go to ``tensors``."""
-    if isinstance(value, torch.Tensor):
-        name = f"t{len(tensors)}"
-        # A copy of its own: safetensors refuses tensors that share memory (views, expanded masks).
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"tensor": name}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [_to_skeleton(item, tensors) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {str(key): _to_skeleton(item, tensors) for key, item in value.items()}}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise TypeError(f"an encoder returned a {type(value).__name__}, which cannot travel between stages")
-
-
-def _from_skeleton(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    ((kind, content),) = skeleton.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "list":
-        return [_from_skeleton(item, tensors) for item in content]
-    if kind == "tuple":
-        return tuple(_from_skeleton(item, tensors) for item in content)
-    if kind == "dict":
-        return {key: _from_skeleton(item, tensors) for key, item in content.items()}
-    if kind == "value":
-        return content
-    raise ValueError(f"unknown kind {kind!r}")

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffusion_backend import seams
+from diffusers import DiffusionPipeline
+
+from diffusion_backend import oddities, seams
 from diffusion_backend.dry_runs import DryRuns
-from diffusion_backend.errors import DiffusionError, Status, unusable
+from diffusion_backend.errors import unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, resolve
@@ -28,12 +30,12 @@ def derive_limits(
     Raises:
         DiffusionError: it is of a kind that is not served, or its generation_config.json is wrong.
     """
-    why_not = refusal(pipeline)
+    why_not = refusal(pipeline, runs.encode)
     if why_not:
         raise unusable(why_not)
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
     given = _generation_config(pipeline.folder)
-    argument = _guidance_argument(pipeline, call)
+    argument = guidance_argument(pipeline, call)
     steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
     scale = given.pop("guidance_scale", call[argument].default if argument else None)
     negative = given.pop("negative_prompt", "") if "negative_prompt" in call else None
@@ -58,8 +60,12 @@ def derive_limits(
         "call_arguments": given,
     }
     sizes = _SizeProbe(runs, fields)
-    if width is None or height is None:
-        width, height = sizes.picture(None, None)
+    try:
+        width, height = sizes.picture(width, height)
+    except Exception as error:
+        if "image" in call:  # it may be left out in some pipelines, not in this one
+            raise unusable(f"it takes an image, which is not served yet ({error})") from error
+        raise
     return ModelLimits(
         **fields,
         default_width=width,
@@ -70,12 +76,16 @@ def derive_limits(
     )
 
 
-def refusal(pipeline: PipelineFolder) -> str | None:
-    """Why pipelines of this class are not served, or None."""
+def refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
+    """Why pipelines of this class are not served, or None; ``pipe`` is one, with or without weights."""
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    for argument, what in (("image", "takes an image"), ("num_frames", "makes video")):
-        if argument in call:
-            return f"{pipeline.pipeline_class.__name__} {what}, which is not served yet"
+    missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]
+    if missing:
+        return f"it takes no {' and no '.join(missing)}"
+    if seams.makes_video(pipe):
+        return "it makes video, which is not served yet"
+    if "image" in call and call["image"].default is inspect.Parameter.empty:
+        return "it takes an image, which is not served yet"
     return None
 
 
@@ -93,7 +103,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
+def guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
     """The call argument that a request's ``guidance_scale`` means.
 
     Pipelines with both arguments (FLUX, Qwen-Image) read ``guidance_scale`` only when the transformer has a guidance
@@ -125,18 +135,19 @@ class _SizeProbe:
         )
         settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": 1})
         arguments = seams.call_arguments(self._runs.encode, limits, settings)
-        arguments.update(width=width, height=height)
-        try:
-            return self._runs.picture_size(arguments)
-        except DiffusionError as error:
-            if error.status is Status.INVALID_ARG:  # check_inputs refuses this size
-                return 0, 0
-            raise
+        if width is None or height is None:
+            arguments = oddities.default_size(arguments)
+        return self._runs.picture_size(arguments)
 
     def multiple(self, width: int, height: int) -> int:
         """The smallest step by which both sides may grow and still come out as asked."""
         for step in SIZE_MULTIPLES:
-            fits = width % step == 0 and height % step == 0
-            if fits and self.picture(width + step, height + step) == (width + step, height + step):
+            if width % step == 0 and height % step == 0 and self._makes(width + step, height + step):
                 return step
-        raise unusable(f"the pipeline makes no picture of {width}x{height} or a little more")
+        raise unusable(f"it makes no picture of {width}x{height} or a little more")
+
+    def _makes(self, width: int, height: int) -> bool:
+        try:
+            return self.picture(width, height) == (width, height)
+        except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
+            return False

@@ -33,7 +33,8 @@ class DryRuns:
         """The (width, height) of the picture that comes out at the end."""
         denoised = self.denoise(arguments)
         vae = self._decode.vae
-        image = vae.decode(denoised.latents, return_dict=False, **denoised.decode_arguments)[0]
+        decode_arguments = seams.read_decode_arguments(denoised.decode_arguments)
+        image = vae.decode(denoised.latents, return_dict=False, **decode_arguments)[0]
         return image.shape[-1], image.shape[-2]
 
 

@@ -20,6 +20,7 @@ from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from torch import nn
 
+from diffusion_backend import oddities
 from diffusion_backend.errors import DiffusionError, unusable
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
@@ -51,7 +52,7 @@ class Component:
     @property
     def stage(self) -> Stage:
         """The stage that owns its weights, by the names that diffusers gives components."""
-        if self.name.startswith(("transformer", "unet")):
+        if self.name.startswith(("transformer", "unet", "controlnet")):
             return Stage.DENOISE
         if self.name == "vae":
             return Stage.VAE_DECODE
@@ -97,13 +98,20 @@ def open_pipeline(source: str) -> PipelineFolder:
     pipeline_class = _find_class("diffusers", str(index.get("_class_name")), source)
     if not issubclass(pipeline_class, DiffusionPipeline):
         raise _unusable(source, f"{pipeline_class.__name__} is no diffusers pipeline class")
+    left_out = oddities.init_arguments(pipeline_class)
     modules = []
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list | tuple) or entry[0] is None:
+        is_component = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] is not None
+        if name.startswith("_") or not is_component or name in left_out:
             continue
         cls = _find_class(entry[0], entry[1], source)
         if issubclass(cls, nn.Module):
             modules.append(Component(name, cls))
+    for stage, what in ((Stage.DENOISE, "denoiser"), (Stage.VAE_DECODE, "VAE")):
+        if not any(component.stage is stage for component in modules):
+            raise _unusable(
+                source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split"
+            )
     return PipelineFolder(folder, pipeline_class, modules)
 
 
@@ -114,13 +122,16 @@ def load_stage(
     device: torch.device,
     dtype: torch.dtype | None,
     methods: dict[Stage, dict[str, Method]],
+    takes_image: bool = False,
 ) -> tuple[DiffusionPipeline, int]:
     """The pipeline with ``stage``'s weights on ``device``, and how many bytes they take.
 
     ``methods[other]`` are what the stand-ins of another stage's components do when called. ``dtype`` None keeps the
-    dtype that the weights are stored in.
+    dtype that the weights are stored in. With ``takes_image`` the encode stage has the VAE too, to encode images.
     """
     own = [component for component in pipeline.modules if component.stage == stage]
+    if takes_image and stage is Stage.ENCODE:
+        own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
     stored = _stored_dtype(pipeline.folder / own[0].name) if own else torch.float32
     compute = dtype or stored
     stand_ins = {
@@ -132,9 +143,11 @@ def load_stage(
             methods=methods[component.stage],
         )
         for component in pipeline.modules
-        if component.stage != stage
+        if component not in own
     }
     pipe = _assemble(pipeline, compute, stand_ins)
+    if stage is Stage.VAE_DECODE:
+        oddities.upcast_vae(pipe)
     total = 0
     for component in own:
         module = getattr(pipe, component.name).to(device).eval()
@@ -150,7 +163,7 @@ def load_stage(
 def load_dry(
     pipeline: PipelineFolder, stage: Stage, *, methods: dict[Stage, dict[str, Method]]
 ) -> DiffusionPipeline:
-    """``load_stage`` without weights: ``stage``'s components compute shapes only and return zeros (on the CPU)."""
+    """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
@@ -168,7 +181,12 @@ def _assemble(
     pipeline: PipelineFolder, dtype: torch.dtype, stand_ins: dict[str, nn.Module]
 ) -> DiffusionPipeline:
     pipe = pipeline.pipeline_class.from_pretrained(
-        pipeline.folder, dtype=dtype, use_safetensors=True, local_files_only=True, **stand_ins
+        pipeline.folder,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        **stand_ins,
+        **oddities.init_arguments(pipeline.pipeline_class),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -6,6 +6,8 @@ runs through the same seams that serve requests.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import shutil
 import tempfile
@@ -18,13 +20,15 @@ from diffusion_backend import config_text, loading
 from diffusion_backend.config_text import Instances
 from diffusion_backend.defaults import derive_limits
 from diffusion_backend.dry_runs import DryRuns
-from diffusion_backend.errors import show, unusable
+from diffusion_backend.errors import DiffusionError, show, unusable
 from diffusion_backend.inspection import inspect_pipeline
-from diffusion_backend.loading import Stage
+from diffusion_backend.loading import PipelineFolder, Stage
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, parse_size
 from diffusion_backend.warmup import Warmup, build_warmup
+
+logger = logging.getLogger(__name__)
 
 DEVICES = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -74,18 +78,31 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
     problems = [problem for found in inspect_pipeline(pipeline) for problem in found.problems]
     if problems:
         raise unusable(f"{source!r} cannot be served: {'; '.join(problems)}")
-    runs = DryRuns(pipeline)
-    limits = derive_limits(
-        pipeline,
-        runs,
-        source=source,
-        created=_created(ensemble),
-        dtype=options.dtype,
-        default_quality=options.default_quality,
-    )
-    sizes = [parse_size(size, limits) for size in options.warmup_sizes]
-    warmup = build_warmup(limits, runs, sizes, options.warmup_batches)
+    with _refusals_name(pipeline):
+        runs = DryRuns(pipeline)
+        limits = derive_limits(
+            pipeline,
+            runs,
+            source=source,
+            created=_created(ensemble),
+            dtype=options.dtype,
+            default_quality=options.default_quality,
+        )
+        sizes = [parse_size(size, limits) for size in options.warmup_sizes]
+        warmup = build_warmup(limits, runs, sizes, options.warmup_batches)
     return _install(name, repository, _files(name, limits, options, warmup))
+
+
+@contextlib.contextmanager
+def _refusals_name(pipeline: PipelineFolder) -> Iterator[None]:
+    """Whatever goes wrong inside is the reason why this class of pipelines cannot be served, and is said so."""
+    name = pipeline.pipeline_class.__name__
+    try:
+        yield
+    except Exception as error:
+        reason = error.message if isinstance(error, DiffusionError) else f"{type(error).__name__}: {error}"
+        logger.debug("%s: refused", name, exc_info=error)
+        raise unusable(f"{name} cannot be served: {reason}") from error
 
 
 def remove(name: str, repository: Path) -> list[Change]:

@@ -140,7 +140,8 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
         quality=str(fields["quality"]),
     )
-    if settings.negative_prompt != limits.default_negative_prompt and (settings.guidance_scale or 0) <= 1:
+    unguided = settings.guidance_scale is not None and settings.guidance_scale <= 1
+    if settings.negative_prompt != limits.default_negative_prompt and unguided:
         raise invalid(
             "negative_prompt",
             f"'negative_prompt' has no effect with guidance_scale {settings.guidance_scale}; "

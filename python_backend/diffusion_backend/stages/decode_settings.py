@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from diffusion_backend.errors import invalid
 
 
 class DecodeSettings(BaseModel):
-    """No prompt is among them. ``decode_arguments`` are the pipeline's further arguments of ``vae.decode``."""
+    """No prompt is among them. ``decode_arguments`` are the pipeline's further arguments of ``vae.decode``, as
+    ``values.to_json`` writes them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -20,7 +21,7 @@ class DecodeSettings(BaseModel):
     num_inference_steps: int
     step: int
     is_final: bool
-    decode_arguments: dict[str, bool | int | float | str | None]
+    decode_arguments: dict[str, JsonValue]
     timings: dict[str, float]
 
 

@@ -56,7 +56,7 @@ class TritonPythonModel:
         if not np.isfinite(latents).all():
             raise invalid("latents", "'latents' are not finite")
         images = self._seams.decode(self._pipe, torch.from_numpy(latents.copy()), settings.decode_arguments)
-        size = (images.shape[2], images.shape[1])
+        size = (images.shape[-2], images.shape[-3])
         if size != (settings.width, settings.height):
             raise DiffusionError(
                 f"the VAE made a picture of {size[0]}x{size[1]}, not {settings.width}x{settings.height}",
