@@ -27,7 +27,7 @@ import tritonclient.grpc.aio as triton_grpc_aio
 from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status
-from diffusion_backend.settings import ModelLimits
+from diffusion_backend.settings import ModelLimits, parse_limits
 
 _CHANNEL_ARGS = [
     ("grpc.max_send_message_length", -1),
@@ -100,8 +100,12 @@ def to_error(error: Exception) -> DiffusionError:
 
 
 def limits_from_config(config: Any) -> ModelLimits:
-    """The limits of a model from its ensemble's ``ModelConfig`` message."""
-    return ModelLimits.model_validate({key: value.string_value for key, value in config.parameters.items()})
+    """The limits of a model from its ensemble's ``ModelConfig`` message.
+
+    Raises:
+        ValueError: the parameters are none of ours, or wrong.
+    """
+    return parse_limits({key: value.string_value for key, value in config.parameters.items()})
 
 
 class DiffusionClient:

@@ -112,8 +112,13 @@ def denoise(name: str, latents_rank: int, instances: Instances, warmup: list[Sam
     )
 
 
-def vae_decode(name: str, latents_shape: tuple[int, ...], kind: str, warmup: list[Sample]) -> str:
-    """The VAE decode stage of ``name``. One instance: responses of several could overtake each other."""
+def vae_decode(
+    name: str, latents_shape: tuple[int, ...], vae_scale_factor: int, kind: str, warmup: list[Sample]
+) -> str:
+    """The VAE decode stage of ``name``. One instance: responses of several could overtake each other.
+
+    ``vae_scale_factor`` is how many pixels wide a latent is.
+    """
     dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
     return _stage(
         name,
@@ -130,7 +135,7 @@ def vae_decode(name: str, latents_shape: tuple[int, ...], kind: str, warmup: lis
         ],
         Instances(1, kind),
         warmup,
-        {"ensemble": name},
+        {"ensemble": name, "vae_scale_factor": str(vae_scale_factor)},
     )
 
 

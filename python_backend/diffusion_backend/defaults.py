@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 
 from diffusion_backend import oddities, seams
 from diffusion_backend.dry_runs import DryRuns
-from diffusion_backend.errors import unusable
+from diffusion_backend.errors import show, unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, resolve
@@ -19,6 +19,9 @@ from diffusion_backend.settings import ModelLimits, resolve
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_PROMPT = "a red apple on a wooden table"
 MAX_STEPS = 200
+MAX_SIDE = 16384
+# Arguments of a call that belong to the request or to the stages.
+RESERVED = ("self", "generator", "output_type", "return_dict", "num_images_per_prompt", "latents")
 SIZE_MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -96,10 +99,19 @@ def _generation_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise unusable(f"{GENERATION_CONFIG} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise unusable(f"{GENERATION_CONFIG} is not a JSON object")
+    for key, value in config.items():
+        if key in RESERVED or not isinstance(value, bool | int | float | str) or key.endswith("_embeds"):
+            raise unusable(f"{GENERATION_CONFIG} has {show(key)}: {show(value)}, which a default cannot be")
+    for key in ("width", "height", "num_inference_steps"):
+        value = config.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIDE:
+            raise unusable(
+                f"{GENERATION_CONFIG} has {key} {show(value)}; allowed: integers from 1 to {MAX_SIDE}"
+            )
     return config
 
 

@@ -10,12 +10,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion_backend.errors import DiffusionError, Status, invalid
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class Engine:
         self._live: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="denoise-engine", daemon=True)
         self._thread.start()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on the engine's thread and wait for what it returns or raises.
+
+        All of the model's work belongs on that one thread, its loading too: each thread that ran an OpenMP loop keeps
+        a pool of threads of its own, and with more threads than cores OpenMP no longer spins at its barriers.
+        """
+        future: Future[T] = Future()
+        self._jobs.put(Job("", work, future.set_result, future.set_exception))
+        return future.result()
 
     def submit(self, job: Job) -> None:
         """Queue a job.

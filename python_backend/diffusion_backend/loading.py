@@ -7,6 +7,7 @@ the rest. Tokenizers, schedulers and processors have no weights and are loaded e
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 from diffusion_backend import oddities
-from diffusion_backend.errors import DiffusionError, unusable
+from diffusion_backend.errors import DiffusionError, show, unusable
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def local_folder(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    if path.exists():
+        raise _unusable(source, "it is a file, not a folder")
     if path.is_absolute() or source.startswith("."):
         raise _unusable(source, "there is no such folder")
     try:
@@ -94,18 +97,27 @@ def open_pipeline(source: str) -> PipelineFolder:
     folder = local_folder(source)
     if not (folder / "model_index.json").is_file():
         raise _unusable(source, "it has no model_index.json, so it is no diffusers pipeline")
-    index: dict[str, Any] = dict(DiffusionPipeline.load_config(folder))
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except (ValueError, RecursionError) as error:
+        raise _unusable(source, f"its model_index.json is not valid JSON: {error}") from None
+    if not isinstance(index, dict):
+        raise _unusable(source, "its model_index.json is not a JSON object")
     pipeline_class = _find_class("diffusers", str(index.get("_class_name")), source)
-    if not issubclass(pipeline_class, DiffusionPipeline):
-        raise _unusable(source, f"{pipeline_class.__name__} is no diffusers pipeline class")
+    if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
+        raise _unusable(source, f"{index['_class_name']} is no diffusers pipeline class")
     left_out = oddities.init_arguments(pipeline_class)
     modules = []
     for name, entry in index.items():
-        is_component = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] is not None
-        if name.startswith("_") or not is_component or name in left_out:
+        # Besides components there are options, such as ``"requires_safety_checker": false``.
+        if name.startswith("_") or not isinstance(entry, list) or name in left_out or entry == [None, None]:
             continue
+        if len(entry) != 2 or not all(isinstance(part, str) for part in entry):
+            raise _unusable(
+                source, f"its model_index.json has {name!r}: {show(entry)}, not a library and a class"
+            )
         cls = _find_class(entry[0], entry[1], source)
-        if issubclass(cls, nn.Module):
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
             modules.append(Component(name, cls))
     for stage, what in ((Stage.DENOISE, "denoiser"), (Stage.VAE_DECODE, "VAE")):
         if not any(component.stage is stage for component in modules):
@@ -207,15 +219,19 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _find_class(library: str, name: str, source: str) -> Any:
-    """``library.name``, where library is a package or, as in model_index.json, a diffusers pipeline module."""
-    for module in (library, f"diffusers.pipelines.{library}"):
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            continue
-        if found is not None:
-            return found
-    raise _unusable(source, f"class {library}.{name} is not in the installed libraries")
+    """``library.name``, where library is diffusers, transformers, or a module of diffusers' pipelines.
+
+    No other is imported: importing runs code, and a model's files are not to choose which.
+    """
+    if library in ("diffusers", "transformers"):
+        found = getattr(importlib.import_module(library), name, None)
+    elif library.isidentifier() and hasattr(diffusers.pipelines, library):
+        found = getattr(getattr(diffusers.pipelines, library), name, None)
+    else:
+        found = None
+    if found is None:
+        raise _unusable(source, f"class {library}.{name} is not in the installed diffusers and transformers")
+    return found
 
 
 def _unusable(source: str, why: str) -> DiffusionError:

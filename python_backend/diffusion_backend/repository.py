@@ -25,7 +25,7 @@ from diffusion_backend.inspection import inspect_pipeline
 from diffusion_backend.loading import PipelineFolder, Stage
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.quality import Tier
-from diffusion_backend.settings import ModelLimits, parse_size
+from diffusion_backend.settings import ModelLimits, parse_limits, parse_size
 from diffusion_backend.warmup import Warmup, build_warmup
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def list_models(repository: Path) -> dict[str, ModelLimits]:
     for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
         config = read_model_config(path.parent)
         if config.is_ensemble and "pipeline_class" in config.parameters:
-            models[path.parent.name] = ModelLimits.model_validate(config.parameters)
+            models[path.parent.name] = parse_limits(config.parameters)
     return models
 
 
@@ -152,26 +152,29 @@ def _check_name(name: str, repository: Path) -> None:
             f"'name' is {show(name)}; allowed: up to 128 letters, digits, '.', '_' and '-', no leading sign",
             "name",
         )
-    for folder, owner in _owners(name, repository):
-        if owner != name:
+    for folder in (repository / name, *_stage_folders(repository, name)):
+        owner = _owner(folder)
+        if folder.exists() and owner != name:
             raise unusable(
                 f"'name' is {show(name)}, but {folder.name} in {repository} belongs to {owner or 'another model'}",
                 "name",
             )
 
 
-def _owners(name: str, repository: Path) -> Iterator[tuple[Path, str | None]]:
-    """Each of the model's folders that has a configuration, and the model of ours that it belongs to."""
-    for folder in (repository / name, *_stage_folders(repository, name)):
-        if not (folder / CONFIG_FILE).is_file():
-            continue
-        try:
-            config = read_model_config(folder)
-        except ValueError:
-            yield folder, None
-            continue
-        ours = folder.name if config.is_ensemble and "pipeline_class" in config.parameters else None
-        yield folder, config.parameters.get("ensemble", ours)
+def _owner(folder: Path) -> str | None:
+    """The model of ours that a folder of the repository belongs to, or None.
+
+    A folder without a configuration may be an ensemble's, holding its weights: then nothing in it is a version.
+    """
+    if not (folder / CONFIG_FILE).exists():
+        versions = folder.is_dir() and any(child.name.isdecimal() for child in folder.iterdir())
+        return None if versions or folder.is_file() else folder.name
+    try:
+        config = read_model_config(folder)
+    except (OSError, ValueError):
+        return None
+    ours = config.is_ensemble and "pipeline_class" in config.parameters
+    return folder.name if ours else config.parameters.get("ensemble")
 
 
 def _stored_source(source: str, ensemble: Path) -> str:
@@ -180,6 +183,8 @@ def _stored_source(source: str, ensemble: Path) -> str:
     if not path.is_dir():
         return source
     absolute, home = path.resolve(), ensemble.resolve()
+    if not str(absolute).isascii():
+        raise unusable(f"{source!r} cannot be served: tritonserver's Python opens no path that is not ASCII")
     return f"./{absolute.relative_to(home)}" if absolute.is_relative_to(home) else str(absolute)
 
 
@@ -207,7 +212,13 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         Stage.DENOISE: config_text.denoise(
             name, len(warmup.latents_shape), instances, samples[Stage.DENOISE], unary=options.unary
         ),
-        Stage.VAE_DECODE: config_text.vae_decode(name, warmup.latents_shape, kind, samples[Stage.VAE_DECODE]),
+        Stage.VAE_DECODE: config_text.vae_decode(
+            name,
+            warmup.latents_shape,
+            limits.default_width // warmup.latents_shape[-1],
+            kind,
+            samples[Stage.VAE_DECODE],
+        ),
     }
     files = {
         f"{name}/{CONFIG_FILE}": config_text.ensemble(name, limits).encode(),
@@ -232,16 +243,20 @@ def _stage_folders(repository: Path, name: str) -> list[Path]:
 
 def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Change]:
     """Write the files by way of a folder beside them, so that a failure leaves the repository as it was."""
-    repository.mkdir(parents=True, exist_ok=True)
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable(f"{repository} cannot be a model repository: {error.strerror}", "repository") from None
     with tempfile.TemporaryDirectory(dir=repository, prefix=".add-") as staging:
         for path, content in files.items():
             target = Path(staging) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        changes = list(_remove(repository, name, keep=set(files)))
-        for relative in sorted(files):
-            changes.append(Change(Path(relative), _move(Path(staging) / relative, repository / relative)))
-    return changes
+        changes = [
+            Change(Path(relative), _move(Path(staging) / relative, repository / relative))
+            for relative in sorted(files)
+        ]
+    return [*changes, *_remove(repository, name, keep=set(files))]
 
 
 def _move(new: Path, target: Path) -> str:
@@ -258,13 +273,15 @@ def _remove(repository: Path, name: str, *, keep: set[str]) -> Iterator[Change]:
     ensemble = repository / name
     ours = [ensemble / CONFIG_FILE, ensemble / "1" / ".gitkeep"]
     for folder in _stage_folders(repository, name):
-        ours += [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        ours += [folder / CONFIG_FILE, folder / "1" / "model.py"]
+        ours += [path for path in sorted(folder.glob("warmup/*")) if path.is_file()]
+        ours += sorted(folder.glob("1/__pycache__/model.*"))
     for path in ours:
         relative = path.relative_to(repository)
         if not path.exists() or str(relative) in keep:
             continue
         path.unlink()
-        if "__pycache__" not in relative.parts:
+        if path.suffix != ".pyc":
             yield Change(relative, "removed")
     for folder in (ensemble, *_stage_folders(repository, name)):
         _remove_empty(folder)

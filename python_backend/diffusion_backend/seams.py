@@ -184,6 +184,10 @@ def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any]
         with torch.no_grad():
             run(**arguments)
     except DenoisingDone as done:
+        if any(waiting.values()):
+            raise invalid(
+                "conditioning", "'conditioning' holds more results than the pipeline asked for"
+            ) from None
         latents = done.latents.float()
         if not torch.isfinite(latents).all():
             raise DiffusionError(
@@ -213,6 +217,11 @@ def decode_floats(
 ) -> torch.Tensor:
     """``decode`` before it rounds: values from 0 to 1, [B, (F,) 3, H, W], by the untouched VAE and post-processor."""
     z = latents.to(pipe.device, pipe.vae.dtype)
+    unknown = set(decode_arguments) - set(list(inspect.signature(pipe.vae.decode).parameters)[1:])
+    if unknown or "return_dict" in decode_arguments:
+        raise invalid(
+            "settings", f"'settings' has decode_arguments that the VAE does not take: {sorted(unknown)}"
+        )
     arguments = {
         name: values.map_tensors(value, lambda tensor: tensor.to(z.device))
         for name, value in read_decode_arguments(decode_arguments).items()

@@ -16,8 +16,9 @@ from typing import Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
-from diffusion_backend.model_config import list_ensembles
+from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
+from diffusion_backend.settings import parse_limits
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
@@ -67,7 +68,7 @@ class TritonServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """``exit_timeout``: the seconds that running requests get when it stops; longer ones are lost."""
-        self.repository = repository.resolve()
+        self.repository = repository.absolute()
         self.models = _ensembles(self.repository)
         self.ports = ports or TritonPorts.free()
         self.data_dir = data_dir.resolve()
@@ -253,13 +254,29 @@ def _start_time(pid: int) -> int | None:
 def _ensembles(repository: Path) -> list[str]:
     if not repository.is_dir():
         raise LaunchError(f"there is no model repository {repository}: see --model-repository")
+    if not re.fullmatch(r"[!-~]+", str(repository)):
+        raise LaunchError(
+            f"tritonserver's Python backend takes no path with spaces or beyond ASCII, as {str(repository)!r} is: "
+            "move the model repository, or name it by a link (--model-repository)"
+        )
     try:
         models = list_ensembles(repository)
-    except ValueError as error:
+        for model in models:
+            parameters = read_model_config(repository / model).parameters
+            if "pipeline_class" in parameters:
+                _check_limits(repository / model, parameters)
+    except (OSError, ValueError) as error:
         raise LaunchError(f"not a valid model configuration: {error}") from None
     if not models:
         raise LaunchError(f"{repository} has no ensemble: put a model into it with triton-diffusion add")
     return models
+
+
+def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
+    try:
+        parse_limits(parameters)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ _DTYPES = {
 }
 
 # What from_skeleton and from_json raise for what is not theirs.
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError)
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -22,8 +22,8 @@ class TritonPythonModel:
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe = common.load_pipeline(self._config, Stage.DENOISE)
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
+        self._pipe = self._engine.run(lambda: common.load_pipeline(self._config, Stage.DENOISE))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

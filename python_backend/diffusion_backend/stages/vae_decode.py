@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_backend.errors import DiffusionError, invalid
-from diffusion_backend.quality import Tier, resolve_tier
+from diffusion_backend.quality import Tier
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
 
@@ -36,7 +36,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils
 
         try:
-            settings = parse_decode_settings(common.text_input(request, "settings"))
+            settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
             latents = pb_utils.get_input_tensor_by_name(request, "latents").as_numpy()
             images, info = self._decode(latents, settings)
         except Exception as error:
@@ -52,9 +52,7 @@ class TritonPythonModel:
         import torch
 
         started = time.perf_counter()
-        resolve_tier(settings.quality, self._config.limits.default_quality)
-        if not np.isfinite(latents).all():
-            raise invalid("latents", "'latents' are not finite")
+        self._check_latents(latents, settings)
         images = self._seams.decode(self._pipe, torch.from_numpy(latents.copy()), settings.decode_arguments)
         size = (images.shape[-2], images.shape[-3])
         if size != (settings.width, settings.height):
@@ -68,3 +66,16 @@ class TritonPythonModel:
             "timings": {**settings.timings, "decode_seconds": time.perf_counter() - started},
         }
         return images.numpy(), json.dumps(info)
+
+    def _check_latents(self, latents: np.ndarray[Any, Any], settings: DecodeSettings) -> None:
+        """Before any work: one request's latents, of the size that makes the picture that the settings speak of."""
+        scale = int(self._config.parameters["vae_scale_factor"])
+        wanted = (settings.height // scale, settings.width // scale)
+        if len(latents) != 1 or latents.shape[-2:] != wanted:
+            raise invalid(
+                "latents",
+                f"'latents' have the shape {list(latents.shape)}; allowed for {settings.width}x{settings.height}: "
+                f"one request's, ending in {wanted[0]}, {wanted[1]}",
+            )
+        if not np.isfinite(latents).all():
+            raise invalid("latents", "'latents' are not finite")
