@@ -12,6 +12,7 @@ from diffusion_backend.settings import ModelLimits
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
 MAX_BATCH_SIZE = 8
+_DESCRIBE_NOTE = "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
 
 
 def ensemble(name: str, limits: ModelLimits) -> str:
@@ -67,7 +68,7 @@ ensemble_scheduling {{
 
 def encode(name: str, limits: ModelLimits) -> str:
     """The encode stage of ``name``."""
-    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]")]
+    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]", optional=True)]
     warmup = [_warmup_file("prompt", "TYPE_STRING", "[ 1 ]", "prompt")]
     if limits.takes_negative_prompt:
         inputs.append(_input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True))
@@ -92,7 +93,7 @@ def denoise(name: str, conditioning_bytes: int, latents_rank: int) -> str:
         "denoise",
         "Runs the pipeline's own denoising loop on a thread of its own.",
         "max_batch_size: 0\nmodel_transaction_policy { decoupled: true }",
-        [_input("conditioning", "TYPE_UINT8", "[ -1 ]")],
+        [_input("conditioning", "TYPE_UINT8", "[ -1 ]", optional=True)],
         [
             f'  {{ name: "latents" data_type: TYPE_FP32 dims: [ {dims} ] }}',
             '  { name: "settings" data_type: TYPE_STRING dims: [ 1 ] }',
@@ -120,8 +121,8 @@ def vae_decode(name: str, latents_shape: tuple[int, ...], qualities: tuple[str, 
         "Decodes latents to raw pictures.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}",
         [
-            _input("latents", "TYPE_FP32", f"[ {dims} ]", ragged=True),
-            _input("settings", "TYPE_STRING", "[ 1 ]"),
+            _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=True),
+            _input("settings", "TYPE_STRING", "[ 1 ]", optional=True),
         ],
         [
             '  { name: "images" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }',
@@ -149,12 +150,15 @@ def _stage(
     parameters: dict[str, str],
 ) -> str:
     newline = ",\n"
+    inputs = [*inputs, _input("describe", "TYPE_STRING", "[ 1 ]", optional=True)]
+    outputs = [*outputs, '  { name: "description" data_type: TYPE_STRING dims: [ 1 ] }']
     samples = newline.join(
         f'  {{\n    name: "{sample}"\n    batch_size: 1\n' + "\n".join(tensors) + "\n  }"
         for sample, tensors in warmups
     )
     return f"""\
 # {about} Written by `triton-diffusion add`.
+{_DESCRIBE_NOTE}
 name: "{name}_{stage}"
 backend: "python"
 {policy}

@@ -20,17 +20,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend import conditioning, seams
+        from diffusion_backend.loading import Stage
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.ENCODE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
+        self._pipe, self._description = common.load(self._config, Stage.ENCODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -38,6 +33,8 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
             blob = self._encode(
                 common.text_input(request, "prompt"),

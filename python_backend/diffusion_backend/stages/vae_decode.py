@@ -22,17 +22,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import loading, seams
+        from diffusion_backend import seams
+        from diffusion_backend.loading import Stage
 
         self._seams = seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.VAE_DECODE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
+        self._pipe, self._description = common.load(self._config, Stage.VAE_DECODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -40,9 +35,11 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
             settings = parse_decode_settings(common.text_input(request, "settings"))
-            latents = pb_utils.get_input_tensor_by_name(request, "latents").as_numpy()
+            latents = common.array_input(request, "latents")
             images, info = self._decode(latents, settings)
         except Exception as error:
             return common.error_response(error)
