@@ -29,7 +29,7 @@ from tritonclient.utils import InferenceServerException
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits
 
-_CHANNEL_ARGS = [
+CHANNEL_ARGS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # A server that restarts is found again within a second, not after gRPC's two minutes of back-off.
@@ -112,7 +112,7 @@ class DiffusionClient:
         self._control = self._connect()
 
     def _connect(self) -> triton_grpc.InferenceServerClient:
-        return triton_grpc.InferenceServerClient(self.url, channel_args=_CHANNEL_ARGS)
+        return triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_ARGS)
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +173,7 @@ class AsyncDiffusionClient:
 
     def __init__(self, url: str = "127.0.0.1:8001") -> None:
         self.url = url
-        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=_CHANNEL_ARGS)
+        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=CHANNEL_ARGS)
 
     async def __aenter__(self) -> Self:
         return self

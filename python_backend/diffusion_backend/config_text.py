@@ -12,7 +12,9 @@ from diffusion_backend.settings import ModelLimits
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
 MAX_BATCH_SIZE = 8
-_DESCRIBE_NOTE = "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
+_DESCRIBE_NOTE = (
+    "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
+)
 
 
 def ensemble(name: str, limits: ModelLimits) -> str:

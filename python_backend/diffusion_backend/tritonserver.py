@@ -77,6 +77,7 @@ class TritonServer:
         self._exit_timeout = exit_timeout
         self._environment = {**_environment(device), **(environment or {})}
         self._process: ManagedProcess | None = None
+        self._to_load = set(self.models)
 
     @property
     def grpc_url(self) -> str:
@@ -114,6 +115,10 @@ class TritonServer:
             patience=self._exit_timeout + 10,
             regions=self.regions,
         )
+
+    def load_next_time(self, models: set[str]) -> None:
+        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
+        self._to_load = models
 
     def is_ready(self) -> bool:
         """Whether every model is loaded and warm."""
@@ -170,7 +175,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self.models),
+            *(f"--load-model={model}" for model in sorted(self._to_load)),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
