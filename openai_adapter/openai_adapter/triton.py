@@ -89,6 +89,7 @@ class Triton:
             if self._report.ailing != before:
                 for part in self._report.ailing.keys() - before.keys():
                     self._registry.report_loss(part)
+                self._canary.ask(self.client)  # what has been healed can say so at once
                 self._judge()
             await asyncio.sleep(REPORT_SECONDS)
 
