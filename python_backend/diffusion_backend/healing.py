@@ -48,7 +48,7 @@ class Healer:
         self._hurry = hurry
         self._report = server.report
         self._control = ModelControl(server.triton.grpc_url, server.triton.admin_key)
-        self._stubs = StubWatcher(self._control, say, self._report.count)
+        self._stubs = StubWatcher(self._control, say, self._count_reload)
         self._deaths = {TRITON: Deaths(), ADAPTER: Deaths()}
         self._due: dict[str, float] = {}  # parts that are down, and when they are started
         self._down_since: float | None = None  # tritonserver is not ready since then
@@ -67,6 +67,10 @@ class Healer:
 
     def close(self) -> None:
         self._stubs.close()
+
+    def _count_reload(self, model: str, reason: str) -> None:
+        self._server.triton.note_lost_requests()
+        self._report.count(model, reason)
 
     def _tend_adapter(self) -> None:
         adapter = self._server.adapter

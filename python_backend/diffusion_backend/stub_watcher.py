@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffusion_backend.guard import SHARED_MEMORY
 from diffusion_backend.model_control import READY, ControlError, ModelControl
 
 logger = logging.getLogger(__name__)
 
+# A stub's command line: this, <repository>/<model>/1/model.py, the name of its shared memory, ...
 STUB_PROGRAM = "triton_python_backend_stub"
 MAX_RELOADS = 3  # in a row, before the model is beyond repair
 _RETRY_SECONDS = (0.0, 2.0, 5.0)  # before each of them
@@ -26,12 +28,21 @@ class BeyondRepairError(Exception):
     """A model that could not be loaded again: tritonserver itself must be started anew."""
 
 
+@dataclass(frozen=True)
+class Stub:
+    """A living stub: the model it runs, and the name of its shared memory."""
+
+    model: str
+    region: str
+
+
 @dataclass
 class _Patient:
-    """A model that lost a stub. ``reloads`` are those begun; the next one is due at ``due``."""
+    """A model that lost stubs. ``reloads`` are those begun; the next one is due at ``due``."""
 
     lost_at: float
     due: float
+    lost: list[Stub] = field(default_factory=list)
     reloads: int = 0
 
 
@@ -45,7 +56,7 @@ class StubWatcher:
         self._control = control
         self._say = say
         self._count = count
-        self._stubs: dict[int, str] = {}
+        self._stubs: dict[int, Stub] = {}
         self._patients: dict[str, _Patient] = {}
         # One load at a time: tritonserver 2.51 crashed when many failed at once.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
@@ -72,8 +83,9 @@ class StubWatcher:
         """
         stubs = find_stubs(tritonserver)
         now = time.monotonic()
-        for model in {model for pid, model in self._stubs.items() if pid not in stubs}:
-            self._patients.setdefault(model, _Patient(lost_at=now, due=now))
+        for pid in self._stubs.keys() - stubs.keys():
+            lost = self._stubs[pid]
+            self._patients.setdefault(lost.model, _Patient(lost_at=now, due=now)).lost.append(lost)
         self._stubs = stubs
         self._finish_loading()
         for model, patient in list(self._patients.items()):
@@ -91,6 +103,9 @@ class StubWatcher:
         if not short:
             del self._patients[model]
             if patient.reloads:
+                # Triton keeps a dead stub's as long as it counts a request of it as running: for ever.
+                for stub in patient.lost:
+                    (SHARED_MEMORY / stub.region).unlink(missing_ok=True)
                 self._say(
                     f"{model} serves again, {time.monotonic() - patient.lost_at:.1f} s after its process died"
                 )
@@ -111,7 +126,7 @@ class StubWatcher:
         """
         if self._control.states().get(model) != READY:
             return False
-        return sum(name == model for name in self._stubs.values()) < self._control.instances(model)
+        return sum(stub.model == model for stub in self._stubs.values()) < self._control.instances(model)
 
     def _finish_loading(self) -> None:
         if self._loading is None or not self._loading[1].done():
@@ -125,21 +140,21 @@ class StubWatcher:
             patient.due = time.monotonic() + _RETRY_SECONDS[min(patient.reloads, MAX_RELOADS - 1)]
 
 
-def find_stubs(tritonserver: int) -> dict[int, str]:
-    """The living Python stubs of a tritonserver: process id to the name of the model."""
+def find_stubs(tritonserver: int) -> dict[int, Stub]:
+    """The living Python stubs of a tritonserver, by process id."""
     stubs = {}
     for thread in Path(f"/proc/{tritonserver}/task").glob("*"):
         with contextlib.suppress(OSError):  # it ended while we looked
             for pid in map(int, (thread / "children").read_text().split()):
-                if model := _model_of_stub(pid):
-                    stubs[pid] = model
+                if stub := _read_stub(pid):
+                    stubs[pid] = stub
     return stubs
 
 
-def _model_of_stub(pid: int) -> str | None:
+def _read_stub(pid: int) -> Stub | None:
     with contextlib.suppress(OSError):
         # A process that has ended and waits to be reaped has no command line.
-        program, _, rest = Path(f"/proc/{pid}/cmdline").read_text().partition("\0")
-        if Path(program).name == STUB_PROGRAM:
-            return Path(rest.partition("\0")[0]).parents[1].name  # <repository>/<model>/1/model.py
+        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if Path(command[0]).name == STUB_PROGRAM:
+            return Stub(Path(command[1]).parents[1].name, command[2])
     return None

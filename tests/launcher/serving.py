@@ -52,7 +52,7 @@ class Launched:
 
     def stubs(self, model: str) -> list[int]:
         """The processes of a stage."""
-        return [pid for pid, name in find_stubs(self.triton_pid()).items() if name == model]
+        return [pid for pid, stub in find_stubs(self.triton_pid()).items() if stub.model == model]
 
     def regions(self) -> list[Path]:
         """Its shared memory."""

@@ -62,7 +62,7 @@ class Watched:
 
     def stubs(self, model: str) -> set[int]:
         stubs = find_stubs(self.server.triton.process.pid)
-        return {pid for pid, name in stubs.items() if name == model}
+        return {pid for pid, stub in stubs.items() if stub.model == model}
 
     def heal(self, until: Callable[[], bool], seconds: float = 60) -> None:
         """Tick until it is so."""
