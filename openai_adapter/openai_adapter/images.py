@@ -23,6 +23,7 @@ from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.media import MediaStore
 from openai_adapter.metrics import Metrics
+from openai_adapter.recovery import Recovery
 from openai_adapter.registry import Registry
 from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
@@ -50,8 +51,9 @@ class Picture:
 class ImageGenerator:
     """From a checked request to files."""
 
-    def __init__(self, triton: Triton, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, triton: Triton, recovery: Recovery, metrics: Metrics, timeout: float) -> None:
         self._triton = triton
+        self._recovery = recovery
         self._metrics = metrics
         self._timeout = timeout
 
@@ -63,7 +65,7 @@ class ImageGenerator:
 
         Raises:
             DiffusionError: what Triton said of the first one that failed.
-            ApiError: 504 after ``timeout`` seconds.
+            ApiError: 503, its work was lost; 504 after ``timeout`` seconds.
         """
         work = [self._generate_one(model, plan.settings, seed, request) for seed in plan.seeds]
         try:
@@ -91,16 +93,20 @@ class ImageGenerator:
     ) -> Picture:
         parameters = settings.model_dump(exclude={"prompt", "negative_prompt"}, exclude_none=True)
         parameters["seed"] = seed
-        request_id = str(uuid.uuid4())
-        logger.debug("generation %s on %s", request_id, model)
-        try:
-            generation = await self._triton.client.generate(
+
+        async def attempt() -> Generation:
+            request_id = str(uuid.uuid4())
+            logger.debug("generation %s on %s", request_id, model)
+            return await self._triton.client.generate(
                 model,
                 settings.prompt,
                 negative_prompt=settings.negative_prompt,
                 request_id=request_id,
                 **parameters,
             )
+
+        try:
+            generation = await self._recovery.run(model, attempt)
             _check(generation, settings)
         except DiffusionError as error:
             self._metrics.upstream_errors.labels(error.status).inc()
@@ -130,7 +136,8 @@ def routes(
 ) -> APIRouter:
     """The route of image generation."""
     router = APIRouter(prefix="/v1/images", tags=["images"])
-    generator = ImageGenerator(triton, metrics, settings.request_timeout_seconds)
+    recovery = Recovery(triton, registry, metrics)
+    generator = ImageGenerator(triton, recovery, metrics, settings.request_timeout_seconds)
 
     @router.post("/generations", openapi_extra=_BODY_SCHEMA)
     async def generate(http_request: Request) -> JSONResponse:

@@ -43,6 +43,9 @@ class Settings(BaseSettings):
         default_factory=list, description="the ensembles to serve; empty: every one that Triton has"
     )
     default_model: str | None = Field(None, description="the model of requests that name none")
+    healing_report: Path | None = Field(
+        None, description="the file in which the launcher of Triton says what it is healing"
+    )
     data_dir: Path = Field(Path(".data"), description="folder for files")
     media_url: str | None = Field(
         None, description="fsspec URL of the store of generated files; default: the folder media in data_dir"

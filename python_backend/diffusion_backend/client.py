@@ -29,7 +29,7 @@ from tritonclient.utils import InferenceServerException
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits, parse_limits
 
-_CHANNEL_ARGS = [
+CHANNEL_ARGS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # A server that restarts is found again within a second, not after gRPC's two minutes of back-off.
@@ -116,7 +116,7 @@ class DiffusionClient:
         self._control = self._connect()
 
     def _connect(self) -> triton_grpc.InferenceServerClient:
-        return triton_grpc.InferenceServerClient(self.url, channel_args=_CHANNEL_ARGS)
+        return triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_ARGS)
 
     def __enter__(self) -> Self:
         return self
@@ -177,7 +177,7 @@ class AsyncDiffusionClient:
 
     def __init__(self, url: str = "127.0.0.1:8001") -> None:
         self.url = url
-        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=_CHANNEL_ARGS)
+        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=CHANNEL_ARGS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -210,15 +210,37 @@ class AsyncDiffusionClient:
             DiffusionError: what the server refused, and why.
         """
 
-        async def requests() -> AsyncIterator[Mapping[str, Any]]:
-            yield {
-                "model_name": model,
-                "inputs": ensemble_inputs(prompt, negative_prompt),
-                "request_id": request_id or str(uuid.uuid4()),
-                "parameters": parameters,
-            }
+        request = {
+            "model_name": model,
+            "inputs": ensemble_inputs(prompt, negative_prompt),
+            "request_id": request_id or str(uuid.uuid4()),
+            "parameters": parameters,
+        }
+        return to_generation(await self._answer(request, timeout))
 
-        generation: Generation | None = None
+    async def describe(self, stage: str, *, batched: bool, timeout: float | None = None) -> dict[str, Any]:
+        """What a stage's process says of itself: device, dtypes, bytes loaded, versions.
+
+        ``batched``: whether the stage's model has a batch axis (``max_batch_size`` above 0).
+
+        Raises:
+            DiffusionError: it could not answer.
+        """
+        tensor = bytes_input("describe", "")
+        if batched:
+            tensor.set_shape([1, 1])
+        request = {"model_name": stage, "inputs": [tensor], "request_id": str(uuid.uuid4())}
+        result = await self._answer(request, timeout)
+        description: dict[str, Any] = json.loads(result.as_numpy("description").reshape(-1)[0])
+        return description
+
+    async def _answer(self, request: Mapping[str, Any], timeout: float | None) -> triton_grpc.InferResult:
+        """The one response to a request, on a stream of its own."""
+
+        async def requests() -> AsyncIterator[Mapping[str, Any]]:
+            yield request
+
+        answer: triton_grpc.InferResult | None = None
         failure: Exception | None = None
         try:
             # To the end, also after an error: a stream that is dropped is a stream cancelled.
@@ -226,11 +248,11 @@ class AsyncDiffusionClient:
                 if error is not None:
                     failure = failure or error
                 else:
-                    generation = to_generation(result)
+                    answer = result
         except (grpc.RpcError, InferenceServerException) as error:
             failure = failure or error
         if failure is not None:
             raise to_error(failure) from failure
-        if generation is None:
-            raise DiffusionError("the server ended the request without a picture", status=Status.CANCELLED)
-        return generation
+        if answer is None:
+            raise DiffusionError("the server ended the request without an answer", status=Status.CANCELLED)
+        return answer

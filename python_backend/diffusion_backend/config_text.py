@@ -14,6 +14,9 @@ from diffusion_backend.warmup import Sample, WarmupInput
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
 MAX_BATCH_SIZE = 8
+_DESCRIBE_NOTE = (
+    "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
+)
 
 
 def ensemble(name: str, limits: ModelLimits) -> str:
@@ -77,7 +80,7 @@ class Instances:
 
 def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sample]) -> str:
     """The encode stage of ``name``."""
-    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]")]
+    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]", optional=True)]
     if limits.takes_negative_prompt:
         inputs.append(_input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True))
     return _stage(
@@ -101,7 +104,7 @@ def denoise(name: str, latents_rank: int, instances: Instances, warmup: list[Sam
         "denoise",
         "Runs the pipeline's own denoising loop on a thread of its own.",
         f"max_batch_size: 0\nmodel_transaction_policy {{ decoupled: {str(not unary).lower()} }}",
-        [_input("conditioning", "TYPE_UINT8", "[ -1 ]")],
+        [_input("conditioning", "TYPE_UINT8", "[ -1 ]", optional=True)],
         [
             f'  {{ name: "latents" data_type: TYPE_FP32 dims: [ {dims} ] }}',
             '  { name: "settings" data_type: TYPE_STRING dims: [ 1 ] }',
@@ -126,8 +129,8 @@ def vae_decode(
         "Decodes latents to raw pictures.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}",
         [
-            _input("latents", "TYPE_FP32", f"[ {dims} ]", ragged=True),
-            _input("settings", "TYPE_STRING", "[ 1 ]"),
+            _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=True),
+            _input("settings", "TYPE_STRING", "[ 1 ]", optional=True),
         ],
         [
             '  { name: "images" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }',
@@ -151,8 +154,11 @@ def _stage(
     parameters: dict[str, str],
 ) -> str:
     newline = ",\n"
+    inputs = [*inputs, _input("describe", "TYPE_STRING", "[ 1 ]", optional=True)]
+    outputs = [*outputs, '  { name: "description" data_type: TYPE_STRING dims: [ 1 ] }']
     return f"""\
 # {about} Written by `triton-diffusion add`.
+{_DESCRIBE_NOTE}
 name: "{name}_{stage}"
 backend: "python"
 {policy}

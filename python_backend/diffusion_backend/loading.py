@@ -163,13 +163,18 @@ def load_stage(
     total = 0
     for component in own:
         module = getattr(pipe, component.name).to(device).eval()
-        size = sum(x.numel() * x.element_size() for x in [*module.parameters(), *module.buffers()])
+        size = module_bytes(module)
         logger.info(
             "loaded %s (%s, %s, %d bytes)", component.name, component.cls.__name__, module.dtype, size
         )
         total += size
     logger.info("stand-ins without weights: %s", ", ".join(sorted(stand_ins)) or "none")
     return pipe, total
+
+
+def module_bytes(module: nn.Module) -> int:
+    """How much memory a module's weights and buffers take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
 def load_dry(

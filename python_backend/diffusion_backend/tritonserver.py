@@ -26,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 ADMIN_KEY_HEADER = "admin-key"  # gRPC metadata: triton-grpc-protocol-admin-key
 _REGION_PREFIX = "triton_diffusion"
+_LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -78,6 +79,8 @@ class TritonServer:
         self._exit_timeout = exit_timeout
         self._environment = {**_environment(device), **(environment or {})}
         self._process: ManagedProcess | None = None
+        self._to_load = set(self.models)
+        self._requests_lost = False
 
     @property
     def grpc_url(self) -> str:
@@ -106,6 +109,7 @@ class TritonServer:
         """Start it; it is not ready yet."""
         remove_stale_regions()
         self._write_admin_key()
+        self._requests_lost = False
         self._process = ManagedProcess(
             "tritonserver",
             self._command(),
@@ -115,6 +119,14 @@ class TritonServer:
             patience=self._exit_timeout + 10,
             regions=self.regions,
         )
+
+    def note_lost_requests(self) -> None:
+        """A stub has died. Triton counts the requests that it was at as running, for ever."""
+        self._requests_lost = True
+
+    def load_next_time(self, models: set[str]) -> None:
+        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
+        self._to_load = models
 
     def is_ready(self) -> bool:
         """Whether every model is loaded and warm."""
@@ -149,6 +161,11 @@ class TritonServer:
         """Stop it with all its stubs; returns whether it ended in order. Without a start: nothing to do."""
         if self._process is None:
             return True
+        if self._requests_lost:
+            # It would wait for them until its exit timeout, and then end with an error.
+            end = time.monotonic() + _LOST_REQUESTS_PATIENCE_SECONDS
+            self._process.stop(lambda: hurry() or time.monotonic() > end)
+            return True
         return self._process.stop(hurry)
 
     def __enter__(self) -> Self:
@@ -171,7 +188,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self.models),
+            *(f"--load-model={model}" for model in sorted(self._to_load)),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +20,15 @@ from diffusion_backend.settings import ModelLimits, parse_limits
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
 
     from diffusion_backend.loading import Stage
 
 logger = logging.getLogger("diffusion_backend")
+
+# With the first as an input, whatever its value, a stage answers the second and does nothing else.
+DESCRIBE = "describe"
+DESCRIPTION = "description"
+_VERSIONS = ("torch", "diffusers", "transformers", "triton-diffusion")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class StageConfig:
     """What a stage learns from its own and its ensemble's ``config.pbtxt``."""
 
     model: str
+    instance: str
     limits: ModelLimits
     source: str
     device: torch.device
@@ -63,6 +70,7 @@ def start_stage(args: dict[str, str]) -> StageConfig:
     device = choose_device(args["model_instance_kind"], args["model_instance_device_id"])
     return StageConfig(
         model=args["model_name"],
+        instance=args["model_instance_name"],
         limits=limits,
         source=resolve_source(limits.source, ensemble),
         device=device,
@@ -71,21 +79,42 @@ def start_stage(args: dict[str, str]) -> StageConfig:
     )
 
 
-def load_pipeline(config: StageConfig, stage: Stage) -> DiffusionPipeline:
-    """The pipeline with this stage's weights.
+def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
+    """``stage``'s share of the pipeline, and its description: the facts of this process, as JSON.
 
     Raises:
         DiffusionError: a file that the stage needs is missing or damaged.
     """
     from diffusion_backend import inspection, loading, seams
 
+    started = time.perf_counter()
     pipeline = loading.open_pipeline(config.source)
     for found in inspection.inspect_pipeline(pipeline):
         if found.problems and found.component.stage == stage:
             raise DiffusionError(f"{config.source} cannot be loaded: {'; '.join(found.problems)}")
-    return loading.load_stage(
+    pipe, total = loading.load_stage(
         pipeline, stage, device=config.device, dtype=config.dtype, methods=seams.STAND_IN_METHODS
-    )[0]
+    )
+    own = {component.name: component for component in pipeline.modules if component.stage == stage}
+    components = {
+        name: {
+            "class": component.cls.__name__,
+            "dtype": str(getattr(pipe, name).dtype).removeprefix("torch."),
+            "bytes": loading.module_bytes(getattr(pipe, name)),
+        }
+        for name, component in own.items()
+    }
+    description = {
+        "stage": stage.value,
+        "instance": config.instance,
+        "pid": os.getpid(),
+        "device": str(config.device),
+        "bytes_loaded": total,
+        "components": components,
+        "load_seconds": round(time.perf_counter() - started, 3),
+        "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+    }
+    return pipe, json.dumps(description)
 
 
 def choose_device(kind: str, device_id: str) -> torch.device:
@@ -143,6 +172,35 @@ def text_input(request: Any, name: str) -> str | None:
         raise invalid(
             name, f"'{name}' is not valid UTF-8: {error.reason} at byte {error.start}", "invalid_unicode"
         ) from None
+
+
+def array_input(request: Any, name: str) -> np.ndarray[Any, Any]:
+    """A numeric input, which Triton calls optional only because ``describe`` does without it.
+
+    Raises:
+        DiffusionError: it is absent.
+    """
+    import triton_python_backend_utils as pb_utils
+
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise invalid(name, f"{name!r} is missing", "missing_input")
+    array: np.ndarray[Any, Any] = tensor.as_numpy()
+    return array
+
+
+def asks_to_describe(request: Any) -> bool:
+    """Whether a request wants this process's description, and no work."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.get_input_tensor_by_name(request, DESCRIBE) is not None
+
+
+def description_response(description: str, shape: tuple[int, ...]) -> Any:
+    """The answer to such a request; ``shape`` is (1,), or (1, 1) in a model with a batch axis."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse([text_tensor(DESCRIPTION, description, shape)])
 
 
 def error_response(error: Exception) -> Any:

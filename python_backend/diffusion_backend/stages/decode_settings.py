@@ -35,8 +35,10 @@ def parse_decode_settings(text: str | None, limits: ModelLimits) -> DecodeSettin
     Raises:
         DiffusionError: INVALID_ARG, naming the first field that is wrong.
     """
+    if text is None:
+        raise invalid("settings", "'settings' is missing", "missing_input")
     try:
-        settings = DecodeSettings.model_validate_json(text or "")
+        settings = DecodeSettings.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "settings"

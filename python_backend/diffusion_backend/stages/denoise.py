@@ -23,7 +23,7 @@ class TritonPythonModel:
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
-        self._pipe = self._engine.run(lambda: common.load_pipeline(self._config, Stage.DENOISE))
+        self._pipe, self._description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -44,9 +44,13 @@ class TritonPythonModel:
         def succeed(response: Any) -> None:
             sender.send(response, flags=final)
 
+        if common.asks_to_describe(request):
+            # At once, whatever the engine does: who asks wants to know whether this process lives.
+            succeed(common.description_response(self._description, (1,)))
+            return
         try:
             # The copy matters: the input's memory is Triton's again once execute returns.
-            blob = pb_utils.get_input_tensor_by_name(request, "conditioning").as_numpy().tobytes()
+            blob = common.array_input(request, "conditioning").tobytes()
             conditioning = self._conditioning.unpack(blob)
             settings = check(self._config.limits, conditioning.settings)
             self._engine.submit(

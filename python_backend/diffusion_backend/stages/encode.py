@@ -25,7 +25,7 @@ class TritonPythonModel:
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe = common.load_pipeline(self._config, Stage.ENCODE)
+        self._pipe, self._description = common.load(self._config, Stage.ENCODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -33,6 +33,8 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
             blob = self._encode(
                 common.text_input(request, "prompt"),

@@ -27,7 +27,7 @@ class TritonPythonModel:
 
         self._seams = seams
         self._config = common.start_stage(args)
-        self._pipe = common.load_pipeline(self._config, Stage.VAE_DECODE)
+        self._pipe, self._description = common.load(self._config, Stage.VAE_DECODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -35,9 +35,11 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
             settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
-            latents = pb_utils.get_input_tensor_by_name(request, "latents").as_numpy()
+            latents = common.array_input(request, "latents")
             images, info = self._decode(latents, settings)
         except Exception as error:
             return common.error_response(error)
@@ -60,10 +62,12 @@ class TritonPythonModel:
                 f"the VAE made a picture of {size[0]}x{size[1]}, not {settings.width}x{settings.height}",
                 code="wrong_size",
             )
+        timings = {str(name): seconds for name, seconds in settings.timings.items()}
+        timings["decode_seconds"] = time.perf_counter() - started
         info = {
             **settings.model_dump(exclude={"decode_arguments", "timings"}),
             "decode_path": Tier.LOSSLESS.value,
-            "timings": {**settings.timings, "decode_seconds": time.perf_counter() - started},
+            "timings": timings,
         }
         return images.numpy(), json.dumps(info)
 
