@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from types import FrameType
@@ -17,6 +18,10 @@ from openai_adapter.settings import Settings
 
 def main(arguments: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is running and exit with 0."""
+    known = {f"OPENAI_ADAPTER_{name}".upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith("OPENAI_ADAPTER_") and name not in known)
+    if unknown:
+        sys.exit(f"no such setting: {', '.join(unknown)}")
     try:
         settings = CliApp.run(Settings, cli_args=sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:

@@ -71,7 +71,10 @@ class Registry:
         found = [model for model in self.models.values() if model.limits and model.limits.hub_id == name]
         if not found:
             raise ApiError(
-                404, f"The model {show(name)} does not exist", param="model", code="model_not_found"
+                404,
+                f"The model {show(name)} does not exist; allowed: {_names(self.models.values())}",
+                param="model",
+                code="model_not_found",
             )
         if len(found) > 1:
             raise ApiError(

@@ -50,7 +50,9 @@ class Settings(BaseSettings):
     media_url: str | None = Field(
         None, description="fsspec URL of the store of generated files; default: the folder media in data_dir"
     )
-    media_ttl_seconds: float = Field(3600, gt=0, description="how long a generated file can be fetched")
+    media_ttl_seconds: float = Field(
+        3600, gt=0, le=10 * 365 * 86400, description="how long a generated file can be fetched"
+    )
     public_url: str | None = Field(
         None, description="what this server is called from outside, for the URLs of files"
     )
@@ -85,6 +87,8 @@ class Settings(BaseSettings):
     def _check_api_keys(cls, keys: list[SecretStr]) -> list[SecretStr]:
         # A bearer token is visible ASCII; anything else could never be sent, and an empty one would open the
         # door.
+        if not keys:
+            raise ValueError("there is no key in it; leave it unset to need none")
         if not all(re.fullmatch(r"[!-~]+", key.get_secret_value()) for key in keys):
             raise ValueError("a key must be one or more visible ASCII characters")
         return keys
@@ -101,7 +105,8 @@ class Settings(BaseSettings):
     @property
     def media_store_url(self) -> str:
         """The fsspec URL of the media store."""
-        return self.media_url or (self.data_dir.absolute() / "media").as_uri()
+        # Not as_uri(): fsspec takes the path as it stands, and would not undo the quoting.
+        return self.media_url or f"file://{self.data_dir.absolute() / 'media'}"
 
 
 def is_loopback(host: str) -> bool:

@@ -105,7 +105,8 @@ class Triton:
         if time.monotonic() >= self._refresh_at or not self._registry.models.keys() <= self._ready:
             await self._refresh()
             self._refresh_at = time.monotonic() + REFRESH_SECONDS
-            self._registry.contacted = self._registry.contacted or server_ready
+            known = any(model.limits for model in self._registry.models.values())
+            self._registry.contacted = self._registry.contacted or known
         self._canary.ask(self.client)
         names = list(self._registry.models)
         ready = await asyncio.gather(*map(self._is_ready, names))
@@ -140,6 +141,8 @@ class Triton:
             return _UNREACHABLE
         if model.name not in self._ready:
             return "it is not loaded"
+        if model.limits is None:
+            return "its limits are not known yet"
         for stage in model.stages:
             problem = self._report.ailing.get(stage) or self._canary.problem(stage)
             if problem:

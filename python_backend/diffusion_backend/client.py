@@ -108,6 +108,16 @@ def limits_from_config(config: Any) -> ModelLimits:
     return parse_limits({key: value.string_value for key, value in config.parameters.items()})
 
 
+def _one(generation: Generation | None) -> Generation:
+    if generation is None:
+        raise DiffusionError("the server ended the request without a picture")
+    return generation
+
+
+def _too_late(timeout: float | None) -> DiffusionError:
+    return DiffusionError(f"no answer within {timeout} s", code="deadline_exceeded", status=Status.CANCELLED)
+
+
 class DiffusionClient:
     """Blocking client. Safe to share between threads: every generation opens a stream of its own."""
 
@@ -131,7 +141,10 @@ class DiffusionClient:
 
     def limits(self, model: str) -> ModelLimits:
         """What ``model`` accepts."""
-        return limits_from_config(self._control.get_model_config(model).config)
+        try:
+            return limits_from_config(self._control.get_model_config(model).config)
+        except InferenceServerException as error:
+            raise to_error(error) from error
 
     def generate(
         self,
@@ -146,12 +159,12 @@ class DiffusionClient:
         """Generate one picture; ``parameters`` are the request's settings (``diffusion_backend.settings``).
 
         Raises:
-            DiffusionError: what the server refused, and why.
-            TimeoutError: nothing came within ``timeout`` seconds.
+            DiffusionError: what the server refused, and why; CANCELLED when nothing came within ``timeout`` seconds.
         """
         answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
         client = self._connect()
-        answered = False
+        generation: Generation | None = None
+        ended = False
         try:
             client.start_stream(lambda result, error: answers.put((result, error)))
             client.async_stream_infer(
@@ -159,17 +172,23 @@ class DiffusionClient:
                 ensemble_inputs(prompt, negative_prompt),
                 request_id=request_id or str(uuid.uuid4()),
                 parameters=parameters,
+                enable_empty_final_response=True,
             )
-            result, error = answers.get(timeout=timeout)
-            answered = True
+            while not ended:
+                result, error = answers.get(timeout=timeout)
+                if error is not None:
+                    ended = True
+                    raise to_error(error)
+                response = result.get_response()
+                if response.outputs:
+                    generation = to_generation(result)
+                ended = response.parameters["triton_final_response"].bool_param
         except queue.Empty:
-            raise TimeoutError(f"no answer from {self.url} within {timeout} s") from None
+            raise _too_late(timeout) from None
         finally:
-            client.stop_stream(cancel_requests=not answered)
+            client.stop_stream(cancel_requests=not ended)
             client.close()
-        if error is not None:
-            raise to_error(error)
-        return to_generation(result)
+        return _one(generation)
 
 
 class AsyncDiffusionClient:
@@ -192,7 +211,10 @@ class AsyncDiffusionClient:
 
     async def limits(self, model: str) -> ModelLimits:
         """What ``model`` accepts."""
-        return limits_from_config((await self.triton.get_model_config(model)).config)
+        try:
+            return limits_from_config((await self.triton.get_model_config(model)).config)
+        except InferenceServerException as error:
+            raise to_error(error) from error
 
     async def generate(
         self,

@@ -24,6 +24,7 @@ from diffusion_backend.values import MALFORMED, from_skeleton, to_skeleton
 FORMAT = 1
 METADATA = "conditioning"
 MAX_ROWS = 64
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,15 @@ class Call:
 class Conditioning:
     """The recorded calls of one request in call order, its settings, and the seconds encoding took.
 
-    ``rows`` is 1 but for warmup: so many copies of the request are run, and answered once.
+    ``rows`` is 1 but for warmup: so many copies of the request are run, and answered once. ``dtype`` is set where the
+    encoders did not compute in the dtype their weights are stored in (on a CPU, in dry runs): "float32".
     """
 
     calls: list[Call]
     settings: Mapping[str, object]
     encode_seconds: float
     rows: int = 1
+    dtype: str | None = None
 
 
 def pack(conditioning: Conditioning) -> bytes:
@@ -64,6 +67,7 @@ def pack(conditioning: Conditioning) -> bytes:
         "settings": dict(conditioning.settings),
         "encode_seconds": conditioning.encode_seconds,
         "rows": conditioning.rows,
+        "dtype": conditioning.dtype,
     }
     # One metadata entry: safetensors writes several in no fixed order.
     return bytes(save(tensors, {METADATA: json.dumps(header)}))
@@ -87,7 +91,10 @@ def unpack(blob: bytes) -> Conditioning:
         rows = header["rows"]
         if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"its rows are {rows!r}, not 1 to {MAX_ROWS}")
-        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows)
+        dtype = header["dtype"]
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"its dtype is {dtype!r}, not one of {', '.join(DTYPES)}")
+        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows, dtype)
     except (SafetensorError, *MALFORMED) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 

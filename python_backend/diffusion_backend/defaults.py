@@ -42,6 +42,8 @@ def derive_limits(
     steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
     scale = given.pop("guidance_scale", call[argument].default if argument else None)
     negative = given.pop("negative_prompt", "") if "negative_prompt" in call else None
+    if "true_cfg_scale" in call and argument == "guidance_scale":
+        negative = None  # only true_cfg_scale would make it count, and that stays 1
     prompt = given.pop("prompt", DEFAULT_PROMPT)
     width, height = given.pop("width", None), given.pop("height", None)
     unknown = sorted(set(given) - set(call))

@@ -28,7 +28,7 @@ class Job:
     request_id: str
     run: Callable[[], Any]
     succeed: Callable[[Any], None]
-    fail: Callable[[Exception], None]
+    fail: Callable[[BaseException], None]
 
 
 class Engine:
@@ -84,7 +84,7 @@ class Engine:
         while (job := self._jobs.get()) is not None:
             try:
                 result = job.run()
-            except Exception as error:
+            except BaseException as error:  # the seams end a run by one, and the thread must outlive all
                 self._end(job, job.fail, error)
             else:
                 self._end(job, job.succeed, result)

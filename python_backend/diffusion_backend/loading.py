@@ -138,26 +138,29 @@ def load_stage(
 ) -> tuple[DiffusionPipeline, int]:
     """The pipeline with ``stage``'s weights on ``device``, and how many bytes they take.
 
-    ``methods[other]`` are what the stand-ins of another stage's components do when called. ``dtype`` None keeps the
-    dtype that the weights are stored in. With ``takes_image`` the encode stage has the VAE too, to encode images.
+    ``methods[other]`` are what the stand-ins of another stage's components do when called. ``dtype`` None keeps, for
+    each component, the dtype that its weights are stored in. With
+    ``takes_image`` the encode stage has the VAE too, to encode images.
     """
     own = [component for component in pipeline.modules if component.stage == stage]
     if takes_image and stage is Stage.ENCODE:
         own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
-    stored = _stored_dtype(pipeline.folder / own[0].name) if own else torch.float32
-    compute = dtype or stored
+    dtypes = {
+        component.name: dtype or _stored_dtype(pipeline.folder / component.name)
+        for component in pipeline.modules
+    }
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
             pipeline.folder / component.name,
             device=device,
-            dtype=compute,
+            dtype=dtypes[component.name],
             methods=methods[component.stage],
         )
         for component in pipeline.modules
         if component not in own
     }
-    pipe = _assemble(pipeline, compute, stand_ins)
+    pipe = _assemble(pipeline, dtypes, stand_ins)
     if stage is Stage.VAE_DECODE:
         oddities.upcast_vae(pipe)
     total = 0
@@ -177,6 +180,17 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
+def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
+    """The dtype in which the pipeline's denoiser computes."""
+    denoisers = [
+        part
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module) and Component(name, type(part)).stage is Stage.DENOISE
+    ]
+    dtype: torch.dtype = denoisers[0].dtype  # type: ignore[assignment]
+    return dtype
+
+
 def load_dry(
     pipeline: PipelineFolder, stage: Stage, *, methods: dict[Stage, dict[str, Method]]
 ) -> DiffusionPipeline:
@@ -191,15 +205,15 @@ def load_dry(
         )
         for component in pipeline.modules
     }
-    return _assemble(pipeline, torch.float32, stand_ins)
+    return _assemble(pipeline, {}, stand_ins)
 
 
 def _assemble(
-    pipeline: PipelineFolder, dtype: torch.dtype, stand_ins: dict[str, nn.Module]
+    pipeline: PipelineFolder, dtypes: dict[str, torch.dtype], stand_ins: dict[str, nn.Module]
 ) -> DiffusionPipeline:
     pipe = pipeline.pipeline_class.from_pretrained(
         pipeline.folder,
-        dtype=dtype,
+        dtype={**dtypes, "default": torch.float32},
         use_safetensors=True,
         local_files_only=True,
         **stand_ins,

@@ -23,7 +23,7 @@ import torch
 from diffusers import ConfigMixin, DiffusionPipeline
 from torch import nn
 
-from diffusion_backend import oddities, values
+from diffusion_backend import loading, oddities, values
 from diffusion_backend.conditioning import Call
 from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
@@ -151,8 +151,17 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
     raise DiffusionError("it ended without calling its denoiser, so it cannot be split", code="unsplittable")
 
 
-def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any], seed: int) -> Denoised:
+def replay(
+    pipe: DiffusionPipeline,
+    calls: list[Call],
+    arguments: dict[str, Any],
+    seed: int,
+    recorded_dtype: torch.dtype | None = None,
+) -> Denoised:
     """Run the pipeline's denoising loop on recorded encoder results.
+
+    ``recorded_dtype`` is what the encoders computed in, if not in their own dtype: tensors of it are turned to the
+    denoiser's (encoders on a CPU before a denoiser on a GPU; warmup files).
 
     Raises:
         DiffusionError: the calls do not fit the pipeline, or the result is not finite.
@@ -171,12 +180,17 @@ def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any]
         return replayed
 
     _replace_encoding_methods(run, replayer)
+    compute_dtype = loading.denoiser_dtype(pipe)
+
+    def arrive(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(run.device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
+
     for call in calls:
         if call.name not in waiting:
             raise invalid(
                 "conditioning", f"'conditioning' holds a call of {call.name!r}, which is not replayed"
             )
-        waiting[call.name].append(values.map_tensors(call.result, lambda tensor: tensor.to(run.device)))
+        waiting[call.name].append(values.map_tensors(call.result, arrive))
     # Some pipelines call scheduler.step without the generator: the global one is seeded too.
     torch.manual_seed(seed)
     dtype = pipe.vae.dtype

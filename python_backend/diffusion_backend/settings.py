@@ -12,12 +12,12 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from diffusion_backend.errors import DiffusionError, invalid, show
-from diffusion_backend.quality import QUALITIES, Tier, resolve_tier
+from diffusion_backend.quality import Tier, resolve_tier
 
 MAX_PROMPT_CHARACTERS = 32_000
 MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back exactly
@@ -35,7 +35,7 @@ class ModelLimits(BaseModel):
     pipeline_class: str
     task: str
     created: int
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     default_prompt: str
     default_width: int = Field(gt=0)
     default_height: int = Field(gt=0)
@@ -171,7 +171,7 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         ),
         guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
-        quality=str(fields["quality"]),
+        quality="auto" if fields["quality"] is None else str(fields["quality"]),
     )
     unguided = settings.guidance_scale is not None and settings.guidance_scale <= 1
     if settings.negative_prompt != limits.default_negative_prompt and unguided:
@@ -284,6 +284,3 @@ def _side(name: str, value: object, multiple: int, largest: int) -> int:
             "invalid_size",
         )
     return value
-
-
-__all__ = ["QUALITIES", "ModelLimits", "Settings", "check", "check_prompt", "parse_size", "resolve"]

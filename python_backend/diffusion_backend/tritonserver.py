@@ -298,7 +298,10 @@ def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
 
 def _environment(device: str) -> dict[str, str]:
     """The environment of tritonserver, and so of its Python stubs."""
-    environment = {**_KEEP_MEMORY, **os.environ, "TRITON_DIFFUSION_DEVICE": device}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_ADAPTER_")}
+    # Not on a GPU machine: weights pass through the host's heap there, and would stay in it.
+    memory = {} if Path("/dev/nvidiactl").exists() and device != "cpu" else _KEEP_MEMORY
+    environment = {**memory, **own, "TRITON_DIFFUSION_DEVICE": device}
     # A stub runs the first python3 on PATH, with that environment's packages.
     _prepend(environment, "PATH", Path(sys.executable).parent)
     library = python_library_folder()

@@ -91,7 +91,9 @@ def _encode_sample(limits: ModelLimits, count: int) -> Sample:
 
 def _denoise_sample(name: str, calls: list[conditioning.Call], settings: Settings, count: int) -> Sample:
     # denoise has no batch axis, so its batch is one request that asks for ``count`` rows.
-    blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0, rows=count))
+    blob = conditioning.pack(
+        conditioning.Conditioning(calls, settings.model_dump(), 0.0, rows=count, dtype="float32")
+    )
     return Sample(name, 1, {"conditioning": WarmupInput("TYPE_UINT8", (len(blob),), blob)})
 
 
@@ -103,18 +105,8 @@ def _decode_sample(
     denoised: seams.Denoised,
     count: int,
 ) -> Sample:
-    decode_settings = DecodeSettings(
-        width=settings.width,
-        height=settings.height,
-        quality=quality,
-        seed=settings.seed,
-        guidance_scale=settings.guidance_scale,
-        num_inference_steps=settings.num_inference_steps,
-        step=settings.num_inference_steps,
-        is_final=True,
-        decode_arguments=denoised.decode_arguments,
-        timings={},
-    )
+    asked = settings.model_copy(update={"quality": quality})
+    decode_settings = DecodeSettings.of(asked, decode_arguments=denoised.decode_arguments, timings={})
     inputs = {
         "latents": WarmupInput("TYPE_FP32", shape, None),
         "settings": _text(decode_settings.model_dump_json()),

@@ -99,7 +99,7 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
     components = {
         name: {
             "class": component.cls.__name__,
-            "dtype": str(getattr(pipe, name).dtype).removeprefix("torch."),
+            "dtype": dtype_name(getattr(pipe, name).dtype),
             "bytes": loading.module_bytes(getattr(pipe, name)),
         }
         for name, component in own.items()
@@ -128,19 +128,38 @@ def choose_device(kind: str, device_id: str) -> torch.device:
     wish = os.environ.get("TRITON_DIFFUSION_DEVICE", "auto")
     if wish not in ("auto", "cpu", "cuda"):
         raise DiffusionError(f"TRITON_DIFFUSION_DEVICE is {wish!r}; allowed: auto, cpu, cuda")
-    if wish == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if wish == "cuda" and not available:
         raise DiffusionError("TRITON_DIFFUSION_DEVICE is cuda, but torch finds no CUDA device")
-    use_gpu = wish == "cuda" or (wish == "auto" and kind == "GPU" and torch.cuda.is_available())
-    return torch.device("cuda", int(device_id)) if use_gpu else torch.device("cpu")
+    if wish == "auto" and kind == "GPU" and not available:
+        logger.warning(
+            "this instance is on GPU %s, but torch finds no CUDA device: it runs on the CPU", device_id
+        )
+    if wish == "cpu" or not available or (wish == "auto" and kind != "GPU"):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(device_id))
+    torch.cuda.set_device(device)  # kernels are launched on the current device
+    return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
     """``auto``: what the weights are stored in (None) on a GPU, float32 on a CPU."""
+    if name == "auto":
+        name = "" if device.type == "cuda" else "float32"
+    return parse_dtype(name)
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype of that name; None for none."""
     import torch
 
-    if name == "auto":
-        return None if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """The inverse of ``parse_dtype``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def text_tensor(name: str, text: str, shape: tuple[int, ...] = (1,)) -> Any:
@@ -203,12 +222,16 @@ def description_response(description: str, shape: tuple[int, ...]) -> Any:
     return pb_utils.InferenceResponse([text_tensor(DESCRIPTION, description, shape)])
 
 
-def error_response(error: Exception) -> Any:
-    """Triton's form of an error. What is not ours is logged in full and answered in general words."""
+def error_response(error: BaseException, request_id: str) -> Any:
+    """Triton's form of an error. What is not ours is logged in full and answered in general words.
+
+    Without a request id it is a warmup request, whose error is the operator's: there the reason is told.
+    """
     import triton_python_backend_utils as pb_utils
 
     if not isinstance(error, DiffusionError):
-        logger.error("request failed", exc_info=error)
-        error = DiffusionError(f"the model failed with {type(error).__name__}", code="internal_error")
+        logger.error("request %s failed", request_id, exc_info=error)
+        reason = "" if request_id else f": {error}"
+        error = DiffusionError(f"the model failed with {type(error).__name__}{reason}", code="internal_error")
     code = getattr(pb_utils.TritonError, error.status.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(error.to_text(), code))

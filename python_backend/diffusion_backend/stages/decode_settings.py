@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from diffusion_backend.errors import invalid
 from diffusion_backend.quality import resolve_tier
-from diffusion_backend.settings import MAX_SEED, ModelLimits, parse_size
+from diffusion_backend.settings import MAX_SEED, ModelLimits, Settings, parse_size
 
 
 class DecodeSettings(BaseModel):
@@ -27,6 +27,24 @@ class DecodeSettings(BaseModel):
     is_final: bool
     decode_arguments: dict[str, JsonValue]
     timings: dict[Literal["encode_seconds", "denoise_seconds"], Annotated[float, Field(ge=0)]]
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, decode_arguments: dict[str, JsonValue], timings: dict[Any, float]
+    ) -> Self:
+        """Those of a request whose last step is done."""
+        return cls(
+            width=settings.width,
+            height=settings.height,
+            quality=settings.quality,
+            seed=settings.seed,
+            guidance_scale=settings.guidance_scale,
+            num_inference_steps=settings.num_inference_steps,
+            step=settings.num_inference_steps,
+            is_final=True,
+            decode_arguments=decode_arguments,
+            timings=timings,
+        )
 
 
 def parse_decode_settings(text: str | None, limits: ModelLimits) -> DecodeSettings:

@@ -38,8 +38,10 @@ class TritonPythonModel:
         sender = request.get_response_sender()
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-        def fail(error: Exception) -> None:
-            sender.send(common.error_response(error), flags=final)
+        request_id = request.request_id()
+
+        def fail(error: BaseException) -> None:
+            sender.send(common.error_response(error, request_id), flags=final)
 
         def succeed(response: Any) -> None:
             sender.send(response, flags=final)
@@ -55,7 +57,7 @@ class TritonPythonModel:
             settings = check(self._config.limits, conditioning.settings)
             self._engine.submit(
                 Job(
-                    request_id=request.request_id() or str(uuid.uuid4()),
+                    request_id=request_id or str(uuid.uuid4()),
                     run=lambda: [self._denoise(conditioning, settings) for _ in range(conditioning.rows)][-1],
                     succeed=succeed,
                     fail=fail,
@@ -69,16 +71,15 @@ class TritonPythonModel:
 
         started = time.perf_counter()
         arguments = self._seams.call_arguments(self._pipe, self._config.limits, settings)
-        denoised = self._seams.replay(self._pipe, conditioning.calls, arguments, settings.seed)
-        decode_settings = DecodeSettings(
-            width=settings.width,
-            height=settings.height,
-            quality=settings.quality,
-            seed=settings.seed,
-            guidance_scale=settings.guidance_scale,
-            num_inference_steps=settings.num_inference_steps,
-            step=settings.num_inference_steps,
-            is_final=True,
+        denoised = self._seams.replay(
+            self._pipe,
+            conditioning.calls,
+            arguments,
+            settings.seed,
+            recorded_dtype=common.parse_dtype(conditioning.dtype),
+        )
+        decode_settings = DecodeSettings.of(
+            settings,
             decode_arguments=denoised.decode_arguments,
             timings={
                 "encode_seconds": conditioning.encode_seconds,

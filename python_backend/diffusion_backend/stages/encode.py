@@ -42,7 +42,7 @@ class TritonPythonModel:
                 json.loads(request.parameters() or "{}"),
             )
         except Exception as error:
-            return common.error_response(error)
+            return common.error_response(error, request.request_id())
         # The leading axis is Triton's batch axis.
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("conditioning", np.frombuffer(blob, np.uint8)[None])]
@@ -59,5 +59,10 @@ class TritonPythonModel:
         settings = resolve(limits, prompt, negative_prompt, given)
         calls = self._seams.record(self._pipe, self._seams.call_arguments(self._pipe, limits, settings))
         return self._conditioning.pack(
-            self._conditioning.Conditioning(calls, settings.model_dump(), time.perf_counter() - started)
+            self._conditioning.Conditioning(
+                calls,
+                settings.model_dump(),
+                time.perf_counter() - started,
+                dtype=common.dtype_name(self._config.dtype),
+            )
         )

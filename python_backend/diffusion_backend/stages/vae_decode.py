@@ -42,7 +42,7 @@ class TritonPythonModel:
             latents = common.array_input(request, "latents")
             images, info = self._decode(latents, settings)
         except Exception as error:
-            return common.error_response(error)
+            return common.error_response(error, request.request_id())
         # Outputs of a model with a batch axis: [1, H, W, 3] and [1, 1].
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("images", images), common.text_tensor("info", info, (1, 1))]
