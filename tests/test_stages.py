@@ -97,6 +97,17 @@ def test_a_prompt_that_is_not_utf8(server: RunningServer) -> None:
     assert (error.param, error.code) == ("prompt", "invalid_unicode")
 
 
+def test_a_request_is_one_picture(server: RunningServer, decode_settings: dict[str, Any]) -> None:
+    """The stages have a batch axis for Triton's batcher; a client's second element would be another picture."""
+    prompts = triton_grpc.InferInput("prompt", [2, 1], "BYTES")
+    prompts.set_data_from_numpy(np.array([[b"a fox"], [b"a cat"]], dtype=np.object_))
+    assert "'prompt' has 2 elements; allowed: 1" in str(stream(server, f"{MODEL}_encode", [prompts]))
+    settings = triton_grpc.InferInput("settings", [2, 1], "BYTES")
+    settings.set_data_from_numpy(np.array([[json.dumps(decode_settings).encode()]] * 2, dtype=np.object_))
+    latents = tensor("latents", np.zeros((2, 4, 16, 16), np.float32), "FP32")
+    assert "has 2 elements" in str(stream(server, f"{MODEL}_vae_decode", [latents, settings]))
+
+
 def test_many_failures_do_not_hurt_the_server(client: DiffusionClient) -> None:
     for number in range(60):
         with pytest.raises(DiffusionError):
@@ -256,7 +267,20 @@ def test_vae_decode_by_itself(server: RunningServer, decode_settings: dict[str, 
         (np.full((1, 4, 16, 16), np.nan, np.float32), {}, "not finite"),
         (np.zeros((1, 4, 16, 16), np.float32), {"quality": "ultra"}, "allowed: auto, standard, lossless"),
         (np.zeros((1, 4, 16, 16), np.float32), {"width": "64"}, "width: Input should be a valid integer"),
-        (np.zeros((1, 4, 16, 16), np.float32), {"width": 72}, "64x64, not 72x64"),
+        (
+            np.zeros((1, 4, 16, 16), np.float32),
+            {"width": 72},
+            "allowed for 72x64: one request's, ending in 16, 18",
+        ),
+        (np.zeros((1, 4, 128, 128), np.float32), {"width": 512, "height": 512}, "at most 128x128"),
+        (np.zeros((1, 4, 0, 16), np.float32), {}, "one request's, ending in 16, 16"),
+        (
+            np.zeros((1, 4, 16, 16), np.float32),
+            {"seed": -5},
+            "seed: Input should be greater than or equal to 0",
+        ),
+        (np.zeros((1, 4, 16, 16), np.float32), {"decode_arguments": {"evil": 1}}, "does not take: ['evil']"),
+        (np.zeros((1, 4, 16, 16), np.float32), {"timings": {"x": 1.0}}, "timings.x"),
         (np.zeros((1, 5, 16, 16), np.float32), {}, "unexpected shape"),
     ],
 )

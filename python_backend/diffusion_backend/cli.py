@@ -96,10 +96,9 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from diffusion_backend.defaults import refusal
-    from diffusion_backend.dry_runs import DryRuns
     from diffusion_backend.inspection import inspect_pipeline, stage_bytes
     from diffusion_backend.loading import open_pipeline, quiet_libraries
+    from diffusion_backend.repository import find_problems
 
     quiet_libraries()
     pipeline = open_pipeline(args.source)
@@ -112,9 +111,7 @@ def _check(args: argparse.Namespace) -> int:
         )
     for stage, size in stage_bytes(components).items():
         print(f"{stage.value:<20} loads {size:>16,} bytes")
-    problems = [problem for found in components for problem in found.problems]
-    if not problems and (why_not := refusal(pipeline, DryRuns(pipeline).encode)):
-        problems.append(f"{pipeline.pipeline_class.__name__}: {why_not}")
+    problems = find_problems(args.source)
     for problem in problems:
         print(f"refused: {problem}")
     return 1 if problems else 0

@@ -33,7 +33,7 @@ def derive_limits(
     Raises:
         DiffusionError: it is of a kind that is not served, or its generation_config.json is wrong.
     """
-    why_not = refusal(pipeline, runs.encode)
+    why_not = _refusal(pipeline, runs.encode)
     if why_not:
         raise unusable(why_not)
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
@@ -81,7 +81,7 @@ def derive_limits(
     )
 
 
-def refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
+def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
     """Why pipelines of this class are not served, or None; ``pipe`` is one, with or without weights."""
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
     missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]

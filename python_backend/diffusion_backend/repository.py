@@ -93,6 +93,31 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
     return _install(name, repository, _files(name, limits, options, warmup))
 
 
+def find_problems(source: str) -> list[str]:
+    """Why ``add`` would refuse a pipeline; empty when it would not. Loads no weights.
+
+    Raises:
+        DiffusionError: the source is no diffusers pipeline at all.
+    """
+    pipeline = loading.open_pipeline(source)
+    problems = [problem for found in inspect_pipeline(pipeline) for problem in found.problems]
+    if problems:
+        return problems
+    try:
+        with _refusals_name(pipeline):
+            derive_limits(
+                pipeline,
+                DryRuns(pipeline),
+                source=source,
+                created=0,
+                dtype="auto",
+                default_quality=Tier.LOSSLESS,
+            )
+    except DiffusionError as error:
+        return [error.message]
+    return []
+
+
 @contextlib.contextmanager
 def _refusals_name(pipeline: PipelineFolder) -> Iterator[None]:
     """Whatever goes wrong inside is the reason why this class of pipelines cannot be served, and is said so."""
