@@ -148,6 +148,10 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
             run(**arguments)
     except EncodingDone:
         return calls
+    except DenoisingDone:
+        raise DiffusionError(
+            "it decodes before it denoises, so it cannot be split", code="unsplittable"
+        ) from None
     raise DiffusionError("it ended without calling its denoiser, so it cannot be split", code="unsplittable")
 
 
