@@ -14,6 +14,8 @@ from diffusion_backend.tritonserver import TritonPorts
 from tests.running_server import ROOT, RunningServer
 
 START_SECONDS = 240
+# As in the stages: threads that wait at a barrier sleep, rather than keep a core from the server's processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -76,9 +77,9 @@ def test_what_is_written_dry_is_what_real_weights_make(
     settings = check(limits, dry.settings)
     pipeline = loading.open_pipeline(str(saved(family)))
     encoder, denoiser = (
-        loading.load_stage(
-            pipeline, stage, device=CPU, dtype=torch.float32, methods=seams.STAND_IN_METHODS
-        )[0]
+        loading.load_stage(pipeline, stage, device=CPU, dtype=torch.float32, methods=seams.STAND_IN_METHODS)[
+            0
+        ]
         for stage in (Stage.ENCODE, Stage.DENOISE)
     )
     real = seams.record(encoder, seams.call_arguments(encoder, limits, settings))
@@ -114,23 +115,15 @@ class NeverDenoises(StableDiffusionPipeline):
 
 
 class NeverDecodes(StableDiffusionPipeline):
-    def __call__(  # type: ignore[override]
-        self,
-        prompt: str,
-        height: int,
-        width: int,
-        num_inference_steps: int = 2,
-        generator: Any = None,
-        output_type: str = "pil",
-    ) -> Any:
-        steps = {"height": height, "width": width, "num_inference_steps": num_inference_steps}
-        return super().__call__(prompt, **steps, generator=generator, output_type="latent")
+    def __call__(self, *args: Any, output_type: str = "pil", **kwargs: Any) -> Any:
+        assert output_type == "pt"
+        return super().__call__(*args, output_type="latent", **kwargs)
+
+    # What the class says that it takes.
+    __call__.__signature__ = inspect.signature(StableDiffusionPipeline.__call__)  # type: ignore[attr-defined]
 
 
 class ReturnsObjects(StableDiffusionPipeline):
-    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-        return (*super().encode_prompt(*args, **kwargs), object())[:2]
-
     def encode_style(self) -> object:
         return object()
 
@@ -170,7 +163,11 @@ def test_a_pipeline_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
     """DiT makes pictures of classes, not of prompts."""
     DiTPipeline(
         transformer=DiTTransformer2DModel(
-            num_layers=1, num_attention_heads=2, attention_head_dim=8, num_embeds_ada_norm=10, norm_num_groups=4
+            num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_embeds_ada_norm=10,
+            norm_num_groups=4,
         ),
         vae=parts.kl_vae(4, shift_factor=None),
         scheduler=DDIMScheduler(),

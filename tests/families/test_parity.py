@@ -50,7 +50,9 @@ def test_three_stages_equal_the_unsplit_pipeline(
     made = check(family, saved(family))
     rows[family.name] = row = table.row(family, saved(family), made, added(family).refusal)
     if not table.UPDATE:
-        assert row in table.FILE.read_text().splitlines(), f"{table.FILE} is stale: python -m tests.families.table"
+        assert row in table.FILE.read_text().splitlines(), (
+            f"{table.FILE} is stale: python -m tests.families.table"
+        )
 
 
 @pytest.mark.skipif(table.UPDATE, reason="it is being written")
