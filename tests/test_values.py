@@ -9,7 +9,8 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, EncoderOutput
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
-from diffusion_backend import values
+from diffusion_backend import seams, values
+from diffusion_backend.errors import DiffusionError, Status
 
 
 def through_text(value: Any) -> Any:
@@ -73,3 +74,9 @@ def test_what_cannot_travel(value: object) -> None:
 def test_forged_values(forged: Any) -> None:
     with pytest.raises(values.MALFORMED):
         values.from_json(forged)
+
+
+def test_forged_decode_arguments_are_the_clients_fault() -> None:
+    with pytest.raises(DiffusionError, match="decode_arguments") as caught:
+        seams.read_decode_arguments({"temb": {"pickle": "x"}})
+    assert (caught.value.param, caught.value.status) == ("settings", Status.INVALID_ARG)

@@ -30,6 +30,7 @@ class TritonPythonModel:
             device=self._config.device,
             dtype=self._config.dtype,
             methods=seams.STAND_IN_METHODS,
+            takes_image=self._config.limits.takes_image,
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
