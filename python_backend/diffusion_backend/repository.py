@@ -119,8 +119,6 @@ def _limits(source: str, pipeline: PipelineFolder, runs: _DryRuns, created: int)
         raise _refuse("source", f"it takes no {' and no '.join(missing)}")
     if seams.makes_video(runs.encode):
         raise _refuse("source", "it makes video, which is not served yet")
-    if "image" in call and call["image"].default is inspect.Parameter.empty:
-        raise _refuse("source", "it takes an image, which is not served yet")
     given = _generation_config(pipeline.folder)
     argument = guidance_argument(pipeline, call)
     steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
@@ -148,7 +146,7 @@ def _limits(source: str, pipeline: PipelineFolder, runs: _DryRuns, created: int)
     try:
         width, height = sizes.picture(width, height)
     except Exception as error:
-        if "image" in call:  # it may be left out in some pipelines, not in this one
+        if "image" in call:  # some pipelines do without one; this one does not
             raise _refuse("source", f"it takes an image, which is not served yet ({error})") from error
         raise
     return ModelLimits(

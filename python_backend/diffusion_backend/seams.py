@@ -194,8 +194,9 @@ def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any]
             ) from None
         return Denoised(latents, {name: values.to_json(value) for name, value in done.arguments.items()})
     finally:
-        # SDXL's pipeline turns a float16 VAE to float32 before it decodes, and back afterwards: too late here.
-        pipe.vae.to(dtype)
+        # Some pipelines turn a float16 VAE to float32 before they decode, and back afterwards, which they don't reach.
+        if pipe.vae.dtype != dtype:
+            pipe.vae.to(dtype)
     raise DiffusionError("it ended without decoding, so it cannot be split", code="unsplittable")
 
 

@@ -26,8 +26,10 @@ that both made the same tensor in float32 on a CPU, with the same number of thre
 to pixels.
 
 The last column names what the product knows about a pipeline beyond what its own code does; the reasons stand in
-`python_backend/diffusion_backend/{Path(oddities.__file__ or "").name}`. Families that are not in the table may well
-work: `triton-diffusion add` tries a pipeline and refuses it, with the reason, if it does not split.
+`python_backend/diffusion_backend/{Path(oddities.__file__ or "").name}`.
+
+Families that are not in the table may well work: `triton-diffusion add` tries a pipeline without its weights, and
+refuses it, with the reason, if it does not split.
 
 This file is written by `python -m tests.families.table`, which runs the tests; they fail when it is stale.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusion_backend import values
+from diffusion_backend import loading, seams, values
 
 from tests.families import table
 from tests.families.catalogue import FAMILIES
@@ -84,3 +84,17 @@ def test_what_goes_to_vae_decode_besides_latents(saved: Saved) -> None:
     expected = torch.Generator("cpu").manual_seed(7)
     torch.randn(sd15.latents_shape, generator=expected)
     assert torch.equal(generator.get_state(), expected.get_state())
+
+
+@pytest.mark.parametrize("takes_image", [False, True])
+def test_the_encode_stage_holds_the_vae_only_to_encode_images(saved: Saved, takes_image: bool) -> None:
+    pipe, _ = loading.load_stage(
+        loading.open_pipeline(str(saved(by_name("FLUX.1 Kontext")))),
+        loading.Stage.ENCODE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        methods=seams.STAND_IN_METHODS,
+        takes_image=takes_image,
+    )
+    assert {weight.is_meta for weight in pipe.vae.parameters()} == {not takes_image}
+    assert {weight.is_meta for weight in pipe.text_encoder.parameters()} == {False}
