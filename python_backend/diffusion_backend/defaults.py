@@ -68,7 +68,7 @@ def derive_limits(
     try:
         width, height = sizes.picture(width, height)
     except Exception as error:
-        if "image" in call:  # it may be left out in some pipelines, not in this one
+        if "image" in call:  # some pipelines do without one; this one does not
             raise unusable(f"it takes an image, which is not served yet ({error})") from error
         raise
     return ModelLimits(
@@ -89,8 +89,6 @@ def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
         return f"it takes no {' and no '.join(missing)}"
     if seams.makes_video(pipe):
         return "it makes video, which is not served yet"
-    if "image" in call and call["image"].default is inspect.Parameter.empty:
-        return "it takes an image, which is not served yet"
     return None
 
 

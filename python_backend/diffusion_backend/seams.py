@@ -124,14 +124,12 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
             nonlocal inside
             if inside:
                 return method(*args, **kwargs)
-            inside, before = True, _random_states(arguments)
+            inside, before = True, _random_state(arguments)
             try:
                 result = method(*args, **kwargs)
             finally:
                 inside = False
-            if any(
-                not torch.equal(old, new) for old, new in zip(before, _random_states(arguments), strict=True)
-            ):
+            if _random_state(arguments) != before:
                 raise DiffusionError(
                     f"its {name} draws random numbers, which a replay would not: it cannot be split",
                     code="unsplittable",
@@ -148,6 +146,10 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
             run(**arguments)
     except EncodingDone:
         return calls
+    except DenoisingDone:
+        raise DiffusionError(
+            "it decodes before it denoises, so it cannot be split", code="unsplittable"
+        ) from None
     raise DiffusionError("it ended without calling its denoiser, so it cannot be split", code="unsplittable")
 
 
@@ -210,8 +212,9 @@ def replay(
             ) from None
         return Denoised(latents, {name: values.to_json(value) for name, value in done.arguments.items()})
     finally:
-        # SDXL's pipeline turns a float16 VAE to float32 before it decodes, and back afterwards: too late here.
-        pipe.vae.to(dtype)
+        # Some pipelines turn a float16 VAE to float32 before they decode, and back afterwards, which they don't reach.
+        if pipe.vae.dtype != dtype:
+            pipe.vae.to(dtype)
     raise DiffusionError("it ended without decoding, so it cannot be split", code="unsplittable")
 
 
@@ -289,8 +292,9 @@ def _replace_encoding_methods(run: DiffusionPipeline, replacement: Callable[[str
     run.vae.encode = replacement("vae.encode", run.vae.encode)
 
 
-def _random_states(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    return [arguments["generator"].get_state(), torch.get_rng_state()]
+def _random_state(arguments: dict[str, Any]) -> bytes:
+    states = (arguments["generator"].get_state(), torch.get_rng_state())
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def _blame_the_client(run: DiffusionPipeline) -> None:

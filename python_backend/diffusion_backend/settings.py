@@ -80,6 +80,10 @@ class ModelLimits(BaseModel):
         return None if self.source.startswith((".", "/")) else self.source
 
     @property
+    def takes_image(self) -> bool:
+        return self.task.startswith("image-")
+
+    @property
     def takes_negative_prompt(self) -> bool:
         return self.default_negative_prompt is not None
 

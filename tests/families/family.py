@@ -19,7 +19,7 @@ PROMPT = 'a red fox holds a sign that says "hi"'
 NEGATIVE_PROMPT = "blurry"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One family: ``build`` makes the components of ``pipeline``, ``call`` are its call arguments in this test."""
 

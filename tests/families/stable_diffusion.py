@@ -10,6 +10,8 @@ from diffusers import (
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+from transformers import CLIPConfig, CLIPImageProcessorPil
 
 from tests.families import parts
 from tests.families import tiny_tokenizers as tokenizers
@@ -23,13 +25,16 @@ _UNET: dict[str, Any] = {
 }
 
 
-@family(
-    "Stable Diffusion 1.5",
-    "StableDiffusionPipeline",
-    init={"requires_safety_checker": False},
-    num_inference_steps=3,
-)
+@family("Stable Diffusion 1.5", "StableDiffusionPipeline", num_inference_steps=3)
 def sd15() -> dict[str, Any]:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
     return {
         "unet": UNet2DConditionModel(
             **_UNET,
@@ -43,8 +48,8 @@ def sd15() -> dict[str, Any]:
         "vae": parts.kl_vae(4, shift_factor=None),
         "text_encoder": parts.clip_text(),
         "tokenizer": tokenizers.clip(),
-        "safety_checker": None,
-        "feature_extractor": None,
+        "safety_checker": StableDiffusionSafetyChecker(CLIPConfig(projection_dim=32, vision_config=vision)),
+        "feature_extractor": CLIPImageProcessorPil(),
     }
 
 

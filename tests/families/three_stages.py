@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from diffusion_backend import conditioning, loading, oddities, repository, seams
+from diffusion_backend import conditioning, loading, oddities, defaults, seams
 from diffusion_backend.loading import Stage
 from diffusion_backend.settings import ModelLimits, Settings, resolve
 from diffusion_backend.stages.decode_settings import DecodeSettings
@@ -27,7 +27,7 @@ def limits_of(family: Family, folder: Path) -> ModelLimits:
     pipeline = loading.open_pipeline(str(folder))
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
     given = dict(family.call)
-    guidance = repository.guidance_argument(pipeline, call)
+    guidance = defaults.guidance_argument(pipeline, call)
     scale = given.pop("guidance_scale", call[guidance].default if guidance else None)
     return ModelLimits(
         source=str(folder),

@@ -58,6 +58,11 @@ def wan22() -> dict[str, Any]:
     return {**_wan(), "transformer_2": WanTransformer3DModel(**_TRANSFORMER)}
 
 
+@family("Wan 2.2 TI2V 5B", "WanPipeline", "text-to-video", init={"expand_timesteps": True}, **_CALL)
+def wan22_small() -> dict[str, Any]:
+    return {**_wan(), "transformer_2": None}
+
+
 @family("Wan 2.1 I2V", "WanImageToVideoPipeline", "image-to-video", **_CALL)
 def wan21_image() -> dict[str, Any]:
     vision = CLIPVisionConfig(
@@ -90,8 +95,7 @@ def wan22_image() -> dict[str, Any]:
 
 @family("SkyReels V2", "SkyReelsV2Pipeline", "text-to-video", **_CALL)
 def skyreels() -> dict[str, Any]:
-    parts_of_wan = _wan()
-    return {**parts_of_wan, "transformer": SkyReelsV2Transformer3DModel(**_TRANSFORMER)}
+    return {**_wan(), "transformer": SkyReelsV2Transformer3DModel(**_TRANSFORMER)}
 
 
 @family(
@@ -127,4 +131,4 @@ def sana_video() -> dict[str, Any]:
     }
 
 
-FAMILIES = (wan21, wan22, wan21_image, wan22_image, skyreels, sana_video)
+FAMILIES = (wan21, wan22, wan22_small, wan21_image, wan22_image, skyreels, sana_video)

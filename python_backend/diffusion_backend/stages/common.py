@@ -93,7 +93,12 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
         if found.problems and found.component.stage == stage:
             raise DiffusionError(f"{config.source} cannot be loaded: {'; '.join(found.problems)}")
     pipe, total = loading.load_stage(
-        pipeline, stage, device=config.device, dtype=config.dtype, methods=seams.STAND_IN_METHODS
+        pipeline,
+        stage,
+        device=config.device,
+        dtype=config.dtype,
+        methods=seams.STAND_IN_METHODS,
+        takes_image=config.limits.takes_image,
     )
     own = {component.name: component for component in pipeline.modules if component.stage == stage}
     components = {
