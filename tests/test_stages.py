@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import time
 import urllib.error
 import urllib.request
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -292,6 +295,67 @@ def test_vae_decode_refuses(
     words: str,
 ) -> None:
     assert words in str(decode(server, latents, json.dumps({**decode_settings, **change})))
+
+
+def describe_input(stage: str) -> Any:
+    batched = stage != "denoise"
+    value = np.array([b""], dtype=np.object_)
+    return tensor("describe", value[None] if batched else value, "BYTES")
+
+
+@pytest.mark.parametrize(
+    ("stage", "components"),
+    [
+        ("encode", {"text_encoder", "text_encoder_2"}),
+        ("denoise", {"transformer"}),
+        ("vae_decode", {"vae"}),
+    ],
+)
+def test_a_stage_describes_its_process(server: RunningServer, stage: str, components: set[str]) -> None:
+    result = stream(server, f"{MODEL}_{stage}", [describe_input(stage)])
+    description = json.loads(result.as_numpy("description").reshape(-1)[0])
+    assert set(description["components"]) == components
+    assert all(part["dtype"] == "float32" for part in description["components"].values())
+    assert description["bytes_loaded"] == sum(part["bytes"] for part in description["components"].values())
+    assert (description["stage"], description["device"]) == (stage, "cpu")
+    assert description["instance"].startswith(f"{MODEL}_{stage}_0")
+    command = Path(f"/proc/{description['pid']}/cmdline").read_text()
+    assert f"{MODEL}_{stage}" in command
+    assert description["versions"]["torch"] == torch.__version__
+
+
+def test_denoise_describes_itself_while_it_works(client: DiffusionClient, server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(client.generate, MODEL, "a fox", seed=1, num_inference_steps=100)
+        time.sleep(0.3)
+        started = time.monotonic()
+        stream(server, f"{MODEL}_denoise", [describe_input("denoise")])
+        assert time.monotonic() - started < 1
+        assert not work.done()
+        work.result()
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "missing"),
+    [
+        ("encode", "negative_prompt", "prompt"),
+        ("vae_decode", "settings", "latents"),
+        ("vae_decode", "latents", "settings"),
+    ],
+)
+def test_optional_for_describe_alone(
+    server: RunningServer, decode_settings: dict[str, Any], stage: str, given: str, missing: str
+) -> None:
+    inputs = {
+        "negative_prompt": lambda: tensor("negative_prompt", np.array([[b"x"]], np.object_), "BYTES"),
+        "settings": lambda: tensor(
+            "settings", np.array([[json.dumps(decode_settings).encode()]], np.object_), "BYTES"
+        ),
+        "latents": lambda: tensor("latents", np.zeros((1, 4, 16, 16), np.float32), "FP32"),
+    }
+    error = DiffusionError.from_text(str(stream(server, f"{MODEL}_{stage}", [inputs[given]()])))
+    assert error is not None
+    assert (error.param, error.status) == (missing, Status.INVALID_ARG)
 
 
 def test_the_log_says_what_each_stage_loaded(server: RunningServer) -> None:

@@ -35,10 +35,9 @@ class _Stage:
 class Canary:
     """Asks the stages and remembers the answers."""
 
-    def __init__(self, on_answer: Callable[[], None], on_death: Callable[[str], None]) -> None:
-        """``on_death`` is told the stage that answered before and no longer does."""
-        self._on_answer = on_answer
-        self._on_death = on_death
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        """``on_change`` is told the stage whose ``problem`` has come or gone."""
+        self._on_change = on_change
         self._stages: dict[str, _Stage] = {}
 
     def watch(self, stages: Mapping[str, bool]) -> None:
@@ -52,6 +51,13 @@ class Canary:
         for name, stage in self._stages.items():
             if stage.question is None or stage.question.done():
                 stage.question = asyncio.create_task(self._ask(client, name, stage))
+
+    def doubt(self, name: str) -> None:
+        """Count for nothing what a stage has answered until now, and is about to."""
+        if stage := self._stages.get(name):
+            if stage.question:
+                stage.question.cancel()
+            self._stages[name] = _Stage(stage.batched, description=stage.description)
 
     def problem(self, name: str) -> str | None:
         """What is wrong with a stage; None when its last answer was a good one."""
@@ -73,7 +79,7 @@ class Canary:
 
     async def _ask(self, client: AsyncDiffusionClient, name: str, stage: _Stage) -> None:
         asked_at = time.monotonic()
-        was_alive = stage.problem is None
+        before = stage.problem
         try:
             # Newer servers know that one of several instances is dead, also when another one answers.
             if not await client.triton.is_model_ready(name, client_timeout=_QUESTION_SECONDS):
@@ -86,6 +92,5 @@ class Canary:
                 return
             logger.debug("%s does not describe itself: %s", name, error)
             stage.problem = "it does not answer"
-            if was_alive:
-                self._on_death(name)
-        self._on_answer()
+        if stage.problem != before:
+            self._on_change(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -38,7 +39,9 @@ class Triton:
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self._settings = settings
         self._registry = registry
-        self._canary = Canary(self._judge, registry.report_loss)
+        self._canary = Canary(self._hear)
+        self._silent: set[str] = set()  # stages that no longer answer, since the last poll
+        self._wake = asyncio.Event()
         self._report = HealingReport()
         self._ready: set[str] = set()  # the ensembles that Triton calls ready
         self._server_problem: str | None = registry.problem
@@ -80,7 +83,10 @@ class Triton:
                 self._server_problem = "the model server's state is unknown"
             self._judge()
             ready_once = ready_once or self._registry.problem is None
-            await asyncio.sleep(POLL_SECONDS if ready_once else POLL_SECONDS_AT_START)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS if ready_once else POLL_SECONDS_AT_START):
+                    await self._wake.wait()
+            self._wake.clear()
 
     async def _read_report_forever(self) -> None:
         assert self._settings.healing_report
@@ -89,7 +95,9 @@ class Triton:
             if self._report.ailing != before:
                 for part in self._report.ailing.keys() - before.keys():
                     self._registry.report_loss(part)
-                self._canary.ask(self.client)  # what has been healed can say so at once
+                for part in before.keys() - self._report.ailing.keys():
+                    self._canary.doubt(part)  # until it says itself that it is well, which it can at once
+                self._canary.ask(self.client)
                 self._judge()
             await asyncio.sleep(REPORT_SECONDS)
 
@@ -101,19 +109,39 @@ class Triton:
             self._ready = set()
             self._server_problem = _UNREACHABLE
             return
+        await self._ask_readiness()
         # A model that is not ready may be one that an operator has unloaded: then it is not missed.
-        if time.monotonic() >= self._refresh_at or not self._registry.models.keys() <= self._ready:
+        if time.monotonic() >= self._refresh_at or self._ready != self._registry.models.keys():
             await self._refresh()
+            await self._ask_readiness()
             self._refresh_at = time.monotonic() + REFRESH_SECONDS
-            known = any(model.limits for model in self._registry.models.values())
-            self._registry.contacted = self._registry.contacted or known
+            found = any(model.limits for model in self._registry.models.values())
+            self._registry.contacted = self._registry.contacted or server_ready or found
         self._canary.ask(self.client)
+        self._report_losses()
+        # The server as a whole is "not ready" while any model is being unloaded; what counts is who serves.
+        self._server_problem = None
+
+    async def _ask_readiness(self) -> None:
         names = list(self._registry.models)
         ready = await asyncio.gather(*map(self._is_ready, names))
         self._ready = {name for name, is_ready in zip(names, ready, strict=True) if is_ready}
-        self._server_problem = (
-            None if server_ready or set(names) != self._ready else "the model server is not ready"
-        )
+
+    def _hear(self, stage: str) -> None:
+        """A stage has begun to answer, or has ceased to."""
+        if self._canary.problem(stage) is None:
+            self._judge()
+        else:
+            self._silent.add(stage)
+            self._wake.set()
+
+    def _report_losses(self) -> None:
+        """What runs in a stage that has died is lost; in one that is being unloaded it may finish."""
+        for model in self._registry.models.values():
+            if model.name in self._ready:
+                for stage in self._silent & model.stages.keys():
+                    self._registry.report_loss(stage)
+        self._silent.clear()
 
     def _judge(self) -> None:
         """Put together what is known: Triton's word, the stages' own, and the launcher's."""

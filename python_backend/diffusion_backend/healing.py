@@ -48,7 +48,7 @@ class Healer:
         self._hurry = hurry
         self._report = server.report
         self._control = ModelControl(server.triton.grpc_url, server.triton.admin_key)
-        self._stubs = StubWatcher(self._control, say, self._count_reload)
+        self._stubs = StubWatcher(self._control, say, self._count_reload, server.triton.exit_timeout)
         self._deaths = {TRITON: Deaths(), ADAPTER: Deaths()}
         self._due: dict[str, float] = {}  # parts that are down, and when they are started
         self._down_since: float | None = None  # tritonserver is not ready since then

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,11 +40,15 @@ class Stub:
 
 @dataclass
 class _Patient:
-    """A model that lost stubs. ``reloads`` are those begun; the next one is due at ``due``."""
+    """A model that lost stubs. ``reloads`` are those begun; the next one is due at ``due``.
+
+    ``survivors`` are the stubs that the last one found alive: its own take their place.
+    """
 
     lost_at: float
     due: float
     lost: list[Stub] = field(default_factory=list)
+    survivors: set[int] = field(default_factory=set)
     reloads: int = 0
 
 
@@ -50,14 +56,23 @@ class StubWatcher:
     """``look()`` is called again and again, by one thread; it never waits for a load."""
 
     def __init__(
-        self, control: ModelControl, say: Callable[[str], None], count: Callable[[str, str], None]
+        self,
+        control: ModelControl,
+        say: Callable[[str], None],
+        count: Callable[[str, str], None],
+        grace: float,
     ) -> None:
-        """``say`` tells the operator; ``count`` takes what is loaded again, and why."""
+        """``say`` tells the operator; ``count`` takes what is loaded again, and why.
+
+        ``grace``: the seconds that a stub gets for its requests after others have taken its place.
+        """
         self._control = control
+        self._grace = grace
         self._say = say
         self._count = count
         self._stubs: dict[int, Stub] = {}
         self._patients: dict[str, _Patient] = {}
+        self._replaced: dict[int, float] = {}  # stubs, and when their grace is over
         # One load at a time: tritonserver 2.51 crashed when many failed at once.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
         self._loading: tuple[str, Future[None]] | None = None
@@ -69,7 +84,7 @@ class StubWatcher:
 
     def forget(self) -> None:
         """Start over, with another tritonserver."""
-        self._stubs, self._patients, self._loading = {}, {}, None
+        self._stubs, self._patients, self._replaced, self._loading = {}, {}, {}, None
 
     def close(self) -> None:
         """End the loading thread; a load that is still running ends with its tritonserver."""
@@ -87,6 +102,7 @@ class StubWatcher:
             lost = self._stubs[pid]
             self._patients.setdefault(lost.model, _Patient(lost_at=now, due=now)).lost.append(lost)
         self._stubs = stubs
+        self._end_replaced(now)
         self._finish_loading()
         for model, patient in list(self._patients.items()):
             if self._loading is None and now >= patient.due:
@@ -103,9 +119,7 @@ class StubWatcher:
         if not short:
             del self._patients[model]
             if patient.reloads:
-                # Triton keeps a dead stub's as long as it counts a request of it as running: for ever.
-                for stub in patient.lost:
-                    (SHARED_MEMORY / stub.region).unlink(missing_ok=True)
+                self._tidy_up(patient)
                 self._say(
                     f"{model} serves again, {time.monotonic() - patient.lost_at:.1f} s after its process died"
                 )
@@ -115,6 +129,7 @@ class StubWatcher:
         if not patient.reloads:
             self._say(f"a process of {model} died; loading it again")
         patient.reloads += 1
+        patient.survivors = {pid for pid, stub in self._stubs.items() if stub.model == model}
         self._count(model, "a process died" if patient.reloads == 1 else "loading failed")
         self._loading = model, self._loader.submit(self._control.reload, model)
 
@@ -126,7 +141,29 @@ class StubWatcher:
         """
         if self._control.states().get(model) != READY:
             return False
-        return sum(stub.model == model for stub in self._stubs.values()) < self._control.instances(model)
+        stubs = [
+            pid for pid, stub in self._stubs.items() if stub.model == model and pid not in self._replaced
+        ]
+        return len(stubs) < self._control.instances(model)
+
+    def _tidy_up(self, patient: _Patient) -> None:
+        """See to the end of what was replaced.
+
+        Triton ends the other stubs of a model that it has loaded anew, and removes their shared memory, once their
+        requests are done. But those that the dead stub was at count as running for ever.
+        """
+        for stub in patient.lost:
+            (SHARED_MEMORY / stub.region).unlink(missing_ok=True)
+        end = time.monotonic() + self._grace
+        self._replaced.update(dict.fromkeys(patient.survivors, end))
+
+    def _end_replaced(self, now: float) -> None:
+        self._replaced = {pid: end for pid, end in self._replaced.items() if pid in self._stubs}
+        for pid, end in self._replaced.items():
+            if now >= end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                (SHARED_MEMORY / self._stubs[pid].region).unlink(missing_ok=True)
 
     def _finish_loading(self) -> None:
         if self._loading is None or not self._loading[1].done():

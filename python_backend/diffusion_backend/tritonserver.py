@@ -76,7 +76,7 @@ class TritonServer:
         self.admin_key = secrets.token_urlsafe(32)
         self.regions = _region_prefix()
         self._program, self._backends = find_tritonserver()
-        self._exit_timeout = exit_timeout
+        self.exit_timeout = exit_timeout
         self._environment = {**_environment(device), **(environment or {})}
         self._process: ManagedProcess | None = None
         self._to_load = set(self.models)
@@ -116,7 +116,7 @@ class TritonServer:
             log=self.log,
             environment=self._environment,
             # A little more than it gives itself.
-            patience=self._exit_timeout + 10,
+            patience=self.exit_timeout + 10,
             regions=self.regions,
         )
 
@@ -192,7 +192,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
-            f"--exit-timeout-secs={self._exit_timeout}",
+            f"--exit-timeout-secs={self.exit_timeout}",
             f"--http-address={LOOPBACK}",
             f"--http-port={self.ports.http}",
             f"--grpc-address={LOOPBACK}",

@@ -73,7 +73,8 @@ def test_what_is_written_dry_is_what_real_weights_make(
         len(latents.dims),
     ) == EXPECTED[family.name]
 
-    dry = conditioning.unpack((repository / f"{MODEL}_denoise/warmup/conditioning").read_bytes())
+    (file,) = (repository / f"{MODEL}_denoise/warmup").iterdir()
+    dry = conditioning.unpack(file.read_bytes())
     settings = check(limits, dry.settings)
     pipeline = loading.open_pipeline(str(saved(family)))
     encoder, denoiser = (

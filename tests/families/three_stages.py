@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from diffusion_backend import conditioning, loading, oddities, defaults, seams
+from diffusion_backend import conditioning, defaults, loading, oddities, seams
 from diffusion_backend.loading import Stage
 from diffusion_backend.settings import ModelLimits, Settings, resolve
 from diffusion_backend.stages.decode_settings import DecodeSettings

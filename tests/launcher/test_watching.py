@@ -6,9 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from diffusion_backend import healing, stub_watcher
 from diffusion_backend.guard import SHARED_MEMORY, group_members
@@ -19,19 +21,26 @@ from diffusion_backend.model_control import ModelControl
 from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.stub_watcher import find_stubs
 from diffusion_backend.tritonserver import ADMIN_KEY_HEADER, TritonPorts
-from tritonclient.grpc import InferenceServerClient
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 from waiting import wait_for
 
-# A stage that cannot be loaded while there is a file "broken" in the repository.
+# A stage that cannot be loaded while there is a file "broken" in the repository, and takes its time.
 MODEL_PY = """
+import time
 from pathlib import Path
+import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def initialize(self, args):
         if (Path(args["model_repository"]).parent / "broken").exists():
             raise RuntimeError("the weights are gone")
     def execute(self, requests):
-        return []
+        time.sleep(1)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in map(self.x, requests)]
+    def x(self, request):
+        return pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
 """
+EXIT_SECONDS = 5
 TENSOR = "data_type: TYPE_FP32 dims: [1]"
 TENSORS = f'input [{{ name: "x" {TENSOR} }}] output [{{ name: "y" {TENSOR} }}]'
 
@@ -100,7 +109,9 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     _write_model(repository, "two", 2)
     http, grpc, metrics, port = free_ports(4)
     ports = TritonPorts(http=http, grpc=grpc, metrics=metrics)
-    server = Server(ServeOptions(repository, tmp_path / "data", "127.0.0.1", port, ports, exit_timeout=5))
+    server = Server(
+        ServeOptions(repository, tmp_path / "data", "127.0.0.1", port, ports, exit_timeout=EXIT_SECONDS)
+    )
     server.start()
     said: list[str] = []
     healer = Healer(server, said.append)
@@ -125,6 +136,38 @@ def test_a_dead_stub_has_its_stage_loaded_again(watched: Watched, model: str) ->
     assert not watched.stubs(model) & before
     assert others <= find_stubs(watched.server.triton.process.pid).keys()
     assert watched.report() == HealingReport({}, {(model, "a process died"): 1})
+
+
+def test_the_other_instance_may_finish_and_ends(watched: Watched) -> None:
+    """Triton itself would keep it: it takes the request of the dead one for running."""
+    before = watched.stubs("two_stage")
+    tensor = InferInput("x", [1], "FP32")
+    tensor.set_data_from_numpy(np.zeros(1, np.float32))
+
+    def infer() -> str:
+        with watched.client() as client:
+            try:
+                client.infer("two_stage", [tensor], client_timeout=30)
+            except InferenceServerException as error:
+                return str(error)
+        return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(infer) for _ in range(2)]
+        time.sleep(0.3)
+        dead, other = sorted(before)
+        region = find_stubs(watched.server.triton.process.pid)[dead].region
+        os.kill(dead, signal.SIGKILL)
+        watched.heal(lambda: any("serves again" in line for line in watched.said))
+        results = [answer.result() for answer in answers]
+    assert "done" in results
+    assert any("is not healthy" in result for result in results)
+    assert other in watched.stubs("two_stage")
+    assert not (SHARED_MEMORY / region).exists()
+    watched.heal(lambda: other not in watched.stubs("two_stage"), EXIT_SECONDS + 5)
+    watched.heal_for(1)
+    assert len(watched.stubs("two_stage")) == 2
+    assert watched.report() == HealingReport({}, {("two_stage", "a process died"): 1})
 
 
 def test_a_model_unloaded_on_purpose_stays_so(watched: Watched) -> None:
