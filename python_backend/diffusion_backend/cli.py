@@ -11,7 +11,7 @@ from diffusion_backend.errors import DiffusionError
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    from diffusion_backend import launcher
+    from diffusion_backend import container, launcher
 
     parser = argparse.ArgumentParser(prog="triton-diffusion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -19,6 +19,10 @@ def main(argv: list[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="run tritonserver and the OpenAI adapter")
     launcher.add_serve_arguments(serve)
     serve.set_defaults(run=launcher.serve)
+
+    triton = commands.add_parser("triton", help="run tritonserver alone, in place of this process")
+    container.add_triton_arguments(triton)
+    triton.set_defaults(run=container.triton)
 
     add = commands.add_parser("add", help="add a diffusers pipeline to a model repository")
     add.add_argument("source", help="a diffusers folder, or a hub id (org/name)")
