@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    from diffusion_backend import launcher
+    from diffusion_backend import container, launcher
 
     parser = argparse.ArgumentParser(prog="triton-diffusion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -24,6 +24,10 @@ def main(argv: list[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="run tritonserver and the OpenAI adapter")
     launcher.add_serve_arguments(serve)
     serve.set_defaults(run=launcher.serve)
+
+    triton = commands.add_parser("triton", help="run tritonserver alone, in place of this process")
+    container.add_triton_arguments(triton)
+    triton.set_defaults(run=container.triton)
 
     _add_builder_commands(commands)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
@@ -63,7 +63,9 @@ class TritonServer:
         repository: Path,
         *,
         data_dir: Path,
+        address: str = LOOPBACK,
         ports: TritonPorts | None = None,
+        admin_key: str | None = None,
         device: str = "auto",
         exit_timeout: int = 60,
         environment: Mapping[str, str] | None = None,
@@ -73,8 +75,9 @@ class TritonServer:
         self.models = _ensembles(self.repository)
         self.ports = ports or TritonPorts.free()
         self.data_dir = data_dir.resolve()
-        self.admin_key = secrets.token_urlsafe(32)
+        self.admin_key = admin_key or secrets.token_urlsafe(32)
         self.regions = _region_prefix()
+        self._address = address
         self._program, self._backends = find_tritonserver()
         self.exit_timeout = exit_timeout
         self._environment = {**_environment(device), **(environment or {})}
@@ -127,6 +130,10 @@ class TritonServer:
     def load_next_time(self, models: set[str]) -> None:
         """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
         self._to_load = models
+
+    def replace_this_process(self) -> NoReturn:
+        """Become tritonserver, without a log file and a guard: for a container, which has its own of both."""
+        os.execve(self._program, self._command(), self._environment)
 
     def is_ready(self) -> bool:
         """Whether every model is loaded and warm."""
@@ -193,11 +200,11 @@ class TritonServer:
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
             f"--exit-timeout-secs={self.exit_timeout}",
-            f"--http-address={LOOPBACK}",
+            f"--http-address={self._address}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={LOOPBACK}",
+            f"--grpc-address={self._address}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={LOOPBACK}",
+            f"--metrics-address={self._address}",
             f"--metrics-port={self.ports.metrics}",
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
