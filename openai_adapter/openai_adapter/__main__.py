@@ -15,7 +15,6 @@ from pydantic_settings import CliApp
 from openai_adapter.app import create_app
 from openai_adapter.settings import SECRETS_DIR, Settings
 
-
 PREFIX = "OPENAI_ADAPTER_"
 
 
