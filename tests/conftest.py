@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from diffusion_backend.launcher import ServeOptions, Server
 from diffusion_backend.processes import LaunchError, free_ports
+from diffusion_backend.stages.common import tune_process
 from diffusion_backend.tritonserver import TritonPorts
 
 from tests.running_server import ROOT, RunningServer
 
 START_SECONDS = 240
+# As the stages do: the tests' own threads must not keep a core from the server's processes.
+tune_process()
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def blob(**header: object) -> bytes:
     return save({"t0": torch.zeros(1)}, {"conditioning": json.dumps(header)})
 
 
-GOOD = {"format": 1, "calls": [], "settings": {}, "encode_seconds": 0.0}
+GOOD = {"format": 1, "calls": [], "settings": {}, "encode_seconds": 0.0, "rows": 1, "dtype": None}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,10 @@ GOOD = {"format": 1, "calls": [], "settings": {}, "encode_seconds": 0.0}
         blob(**{**GOOD, "calls": 7}),
         blob(**{**GOOD, "settings": 7}),
         blob(**{**GOOD, "encode_seconds": "soon"}),
+        blob(**{**GOOD, "rows": 65}),
+        blob(**{**GOOD, "rows": 0}),
+        blob(**{**GOOD, "dtype": "int8"}),
+        blob(**{**GOOD, "encode_seconds": 10**400}),
     ],
 )
 def test_forged_blobs(forged: bytes) -> None:

@@ -2,29 +2,22 @@
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import emoji
+import evaluate
+import finetune_decoder
 import pytest
 import torch
+import train_flux
+import train_vae
 from diffusers import AutoencoderKL, FluxPipeline
 from safetensors import safe_open
 
 MODEL = Path(__file__).resolve().parents[1] / "model_repository/emoji-flux"
 PIPELINE = MODEL / "pipeline"
-
-# The training scripts are no package; their folder is on the path only while they are imported here.
-sys.path.insert(0, str(MODEL / "training"))
-try:
-    import emoji
-    import evaluate
-    import finetune_decoder
-    import train_flux
-    import train_vae
-finally:
-    sys.path.remove(str(MODEL / "training"))
 
 
 @pytest.fixture(autouse=True)

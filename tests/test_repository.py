@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from diffusion_backend import cli, conditioning
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.model_config import list_ensembles, read_model_config
-from diffusion_backend.repository import add
+from diffusion_backend.quality import Tier
+from diffusion_backend.repository import BuildOptions, add, list_models, remove
 from diffusion_backend.settings import ModelLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +50,13 @@ def test_the_repository_is_what_the_builder_writes(rebuilt: Path) -> None:
         assert written.message == kept.message
         files = [p.relative_to(rebuilt) for p in (rebuilt / model).rglob("*") if p.is_file()]
         for file in files:
-            if "pipeline" not in file.parts and file.name not in ("config.pbtxt", "conditioning"):
+            if "pipeline" not in file.parts and file.name not in ("config.pbtxt", "64x64.conditioning"):
                 assert filecmp.cmp(rebuilt / file, REPOSITORY / file, shallow=False), file
 
 
 def test_the_warmup_conditioning_has_the_shapes_of_the_real_one(rebuilt: Path) -> None:
     ours, kept = (
-        conditioning.unpack((repository / "emoji-flux_denoise/warmup/conditioning").read_bytes())
+        conditioning.unpack((repository / "emoji-flux_denoise/warmup/64x64.conditioning").read_bytes())
         for repository in (rebuilt, REPOSITORY)
     )
     assert ours.settings == kept.settings
@@ -127,6 +129,8 @@ def broken_copy(tmp_path: Path, edit: dict[str, str | None]) -> Path:
     return source
 
 
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+SHARDS = '{"weight_map": {"x": "b.safetensors"}}'
 INDEX = (PIPELINE / "model_index.json").read_text()
 
 
@@ -137,6 +141,10 @@ INDEX = (PIPELINE / "model_index.json").read_text()
         ({"model_index.json": INDEX.replace("FluxPipeline", "NoSuchPipeline")}, "NoSuchPipeline"),
         ({"model_index.json": INDEX.replace("FluxPipeline", "AutoencoderKL")}, "no diffusers pipeline class"),
         ({"model_index.json": INDEX.replace("CLIPTextModel", "NoSuchEncoder")}, "NoSuchEncoder"),
+        ({"transformer/config.json": None}, "transformer: it has no config.json"),
+        ({WEIGHTS: None}, "transformer: it has no weights; allowed: safetensors"),
+        ({WEIGHTS: "short"}, "cut short or damaged: diffusion_pytorch_model.safetensors"),
+        ({"transformer/a.safetensors.index.json": SHARDS}, "files that are not there: b.safetensors"),
         ({"model_index.json": INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")}, "not served yet"),
         ({"generation_config.json": "{"}, "not valid JSON"),
         ({"generation_config.json": "[]"}, "not a JSON object"),
@@ -155,3 +163,135 @@ def test_a_missing_folder_is_one_clear_line(tmp_path: Path, capsys: pytest.Captu
     arguments = ["add", str(tmp_path / "none"), "--name", "x", "--repository", str(tmp_path)]
     assert cli.main(arguments) == 1
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_pickle_weights_are_never_loaded(tmp_path: Path) -> None:
+    source = broken_copy(tmp_path, {WEIGHTS: None})
+    (source / "transformer/diffusion_pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(
+        DiffusionError, match=r"only pickle weights .*diffusion_pytorch_model.bin.*never loaded"
+    ):
+        add(str(source), "broken", tmp_path / "repository")
+
+
+def test_a_half_present_folder(tmp_path: Path) -> None:
+    source = broken_copy(tmp_path, {})
+    shutil.rmtree(source / "text_encoder_2")
+    with pytest.raises(DiffusionError, match="text_encoder_2: there is no folder"):
+        add(str(source), "broken", tmp_path / "repository")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DiffusionError, match="'org/none' cannot be served: it is no folder here"):
+        add("org/none", "x", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["emoji-flux_encode", "emoji-flux_denoise"])
+def test_a_name_that_is_anothers_stage(rebuilt: Path, name: str) -> None:
+    with pytest.raises(DiffusionError, match=f"{name} in .* belongs to emoji-flux"):
+        add(str(PIPELINE), name, rebuilt)
+
+
+def test_a_name_whose_stage_is_another_model(rebuilt: Path) -> None:
+    """No folder of a foreign model is overwritten: an ensemble of somebody's, a broken configuration."""
+    for folder, text in (("mine_encode", 'platform: "ensemble"'), ("yours_vae_decode", "{")):
+        (rebuilt / folder).mkdir()
+        (rebuilt / folder / "config.pbtxt").write_text(text)
+        with pytest.raises(DiffusionError, match="belongs to another model"):
+            add(str(PIPELINE), folder.partition("_")[0], rebuilt)
+        shutil.rmtree(rebuilt / folder)
+
+
+def test_options_reach_the_configurations(tmp_path: Path) -> None:
+    options = BuildOptions(
+        dtype="bfloat16",
+        device="gpu",
+        instances=2,
+        unary=True,
+        warmup_sizes=("128x64", "64x64"),
+        warmup_batches=(4,),
+        default_quality=Tier.FAST,
+    )
+    add(str(PIPELINE), "tuned", tmp_path, options)
+    limits = list_models(tmp_path)["tuned"]
+    assert (limits.dtype, limits.default_quality) == ("bfloat16", Tier.FAST)
+    encode, denoise, vae_decode = (
+        read_model_config(tmp_path / f"tuned_{stage}").message
+        for stage in ("encode", "denoise", "vae_decode")
+    )
+    assert [message.instance_group[0].count for message in (encode, denoise, vae_decode)] == [2, 2, 1]
+    assert {message.instance_group[0].kind for message in (encode, denoise, vae_decode)} == {
+        denoise.instance_group[0].KIND_GPU
+    }
+    assert not denoise.model_transaction_policy.decoupled
+    assert [(w.name, w.batch_size) for w in encode.model_warmup] == [("default", 1), ("default_batch_4", 4)]
+    assert [(w.name, w.batch_size) for w in denoise.model_warmup] == [
+        (name, 1) for name in ("64x64", "64x64_batch_4", "128x64", "128x64_batch_4")
+    ]
+    assert {w.name: w.batch_size for w in vae_decode.model_warmup} == {
+        f"{size}{batch}_{quality}": 4 if batch else 1
+        for size in ("64x64", "128x64")
+        for batch in ("", "_batch_4")
+        for quality in ("lossless", "high")
+    }
+    wide = conditioning.unpack((tmp_path / "tuned_denoise/warmup/128x64_batch_4.conditioning").read_bytes())
+    assert (wide.rows, wide.settings["width"], wide.settings["num_inference_steps"]) == (4, 128, 2)
+
+
+def test_no_warmup(tmp_path: Path) -> None:
+    add(str(PIPELINE), "cold", tmp_path, BuildOptions(warmup=False))
+    assert not list(tmp_path.rglob("warmup"))
+    for stage in ("encode", "denoise", "vae_decode"):
+        assert not read_model_config(tmp_path / f"cold_{stage}").message.model_warmup
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (BuildOptions(dtype="int8"), "'dtype' is 'int8'; allowed: auto, float32, float16, bfloat16"),
+        (BuildOptions(device="tpu"), "'device' is 'tpu'; allowed: auto, cpu, gpu"),
+        (BuildOptions(instances=0), "'instances' is 0; allowed: 1 to 64"),
+        (BuildOptions(warmup_sizes=("65x64",)), "'size' is '65x64'"),
+        (BuildOptions(warmup_batches=(9,)), "'warmup-batch' is 9; allowed: 1 to 8"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path: Path, options: BuildOptions, words: str) -> None:
+    with pytest.raises(DiffusionError, match=words):
+        add(str(PIPELINE), "x", tmp_path, options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remove_takes_what_add_wrote_and_no_weights(tmp_path: Path) -> None:
+    shutil.copytree(PIPELINE, tmp_path / "inside/pipeline")
+    before = sorted(tmp_path.rglob("*"))
+    add(str(tmp_path / "inside/pipeline"), "inside", tmp_path)
+    (tmp_path / "inside_encode/1/__pycache__").mkdir()
+    (tmp_path / "inside_encode/1/__pycache__/model.pyc").write_bytes(b"")
+    changes = remove("inside", tmp_path)
+    assert {change.what for change in changes} == {"removed"}
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(DiffusionError, match="'inside' is no model"):
+        remove("inside", tmp_path)
+
+
+def test_check_list_and_remove_on_the_command_line(
+    rebuilt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", str(PIPELINE)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"transformer +FluxTransformer2DModel +1 files +10,282,944 bytes", printed)
+    assert re.search(r"encode +loads +1,212,512 bytes", printed)
+    assert cli.main(["list", "--repository", str(rebuilt)]) == 0
+    assert "emoji-flux" in capsys.readouterr().out
+    broken = broken_copy(
+        tmp_path, {WEIGHTS: None, "model_index.json": INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")}
+    )
+    assert cli.main(["check", str(broken)]) == 1
+    printed = capsys.readouterr().out
+    assert "refused: transformer: it has no weights" in printed
+    assert "refused: FluxImg2ImgPipeline takes an image, which is not served yet" in printed
+    assert cli.main(["remove", "none", "--repository", str(rebuilt)]) == 1
+    assert "'none' is no model" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from diffusion_backend import conditioning, loading, seams
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.loading import Stage
 from diffusion_backend.model_config import read_model_config
-from diffusion_backend.settings import ModelLimits, Settings, resolve
+from diffusion_backend.settings import ModelLimits, Settings, check, resolve
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +171,26 @@ def test_runs_leave_no_state_behind(flux_limits: ModelLimits) -> None:
     before = latents(2)
     latents(4)
     assert torch.equal(before, latents(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_warmup_file_fits_a_denoiser_of_any_dtype(flux_limits: ModelLimits, dtype: torch.dtype) -> None:
+    """It was made in float32; on a GPU the denoiser computes in what its weights are stored in."""
+    pipeline = loading.open_pipeline(str(FLUX / "pipeline"))
+    denoiser, _ = loading.load_stage(
+        pipeline, Stage.DENOISE, device=CPU, dtype=dtype, methods=seams.STAND_IN_METHODS
+    )
+    blob = (ROOT / "model_repository/emoji-flux_denoise/warmup/64x64.conditioning").read_bytes()
+    warmup = conditioning.unpack(blob)
+    settings = check(flux_limits, warmup.settings)
+    arguments = seams.call_arguments(denoiser, flux_limits, settings)
+    assert warmup.dtype == "float32"
+    denoised = seams.replay(denoiser, warmup.calls, arguments, settings.seed, recorded_dtype=torch.float32)
+    assert denoised.latents.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        seams.replay(
+            denoiser, warmup.calls, seams.call_arguments(denoiser, flux_limits, settings), settings.seed
+        )
 
 
 def test_the_pipelines_own_refusal_is_the_clients_fault(flux_limits: ModelLimits) -> None:

@@ -13,6 +13,7 @@ from diffusion_backend.settings import (
     MAX_SEED,
     ModelLimits,
     check,
+    parse_limits,
     parse_size,
     resolve,
 )
@@ -69,11 +70,12 @@ def test_accepted(limits: ModelLimits, parameters: dict[str, object]) -> None:
         ({"height": 64.0}, "height", "64.0"),
         ({"num_inference_steps": 0}, "num_inference_steps", "0; allowed: integers from 1 to 200"),
         ({"num_inference_steps": 201}, "num_inference_steps", "201"),
-        ({"num_inference_steps": True}, "num_inference_steps", "True"),
+        ({"num_inference_steps": True}, "num_inference_steps", "true"),
         ({"guidance_scale": -0.1}, "guidance_scale", "-0.1; allowed: numbers from 0 to 100"),
         ({"guidance_scale": float("nan")}, "guidance_scale", "nan"),
         ({"guidance_scale": float("inf")}, "guidance_scale", "inf"),
         ({"guidance_scale": "2"}, "guidance_scale", "'2'"),
+        ({"guidance_scale": 10**400}, "guidance_scale", "1000"),
         ({"seed": -1}, "seed", "-1"),
         ({"seed": MAX_SEED + 1}, "seed", str(MAX_SEED)),
         ({"seed": 1.5}, "seed", "1.5"),
@@ -104,7 +106,7 @@ def test_any_unicode_prompt(limits: ModelLimits, prompt: str) -> None:
         (" \n\t\u3000", "empty_prompt"),
         ("a" * (MAX_PROMPT_CHARACTERS + 1), "string_too_long"),
         ("fox \ud800", "invalid_unicode"),
-        (None, "invalid_value"),
+        (None, "missing"),
         (["a"], "invalid_value"),
     ],
 )
@@ -129,6 +131,24 @@ def test_a_model_without_guidance_or_negative_prompt(limits: ModelLimits) -> Non
     for negative, parameters in (("blue", {}), (None, {"guidance_scale": 2})):
         with pytest.raises(DiffusionError, match="takes no"):
             resolve(plain, "a fox", negative, parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "words"),
+    [
+        ("size_multiple", "0", "greater than 0"),
+        ("max_width", "abc", "valid integer"),
+        ("default_width", "60", "'width' is 60; allowed: multiples of 8"),
+        ("default_num_inference_steps", "500", "allowed: integers from 1 to 200"),
+        ("default_guidance_scale", "nan", "finite number"),
+        ("dtype", "fp16", "'auto', 'float32', 'float16' or 'bfloat16'"),
+        ("colour", "red", "not permitted"),
+    ],
+)
+def test_parameters_edited_badly_are_named(parameter: str, value: str, words: str) -> None:
+    parameters = read_model_config(ROOT / "model_repository/emoji-flux").parameters
+    with pytest.raises(ValueError, match=words):
+        parse_limits({**parameters, parameter: value})
 
 
 def test_check_refuses_forged_settings(limits: ModelLimits) -> None:
@@ -166,7 +186,7 @@ def test_sizes(limits: ModelLimits, size: object, expected: tuple[int, int]) -> 
     ],
 )
 def test_bad_sizes(limits: ModelLimits, size: object) -> None:
-    with pytest.raises(DiffusionError, match="both multiples of 8, at most 128x128") as caught:
+    with pytest.raises(DiffusionError, match="both multiples of 8, at least 8x8, at most 128x128") as caught:
         parse_size(size, limits)
     assert (caught.value.param, caught.value.code) == ("size", "invalid_size")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import time
 import urllib.error
 import urllib.request
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +98,17 @@ def test_a_prompt_that_is_not_utf8(server: RunningServer) -> None:
     error = DiffusionError.from_text(str(answer))
     assert error is not None
     assert (error.param, error.code) == ("prompt", "invalid_unicode")
+
+
+def test_a_request_is_one_picture(server: RunningServer, decode_settings: dict[str, Any]) -> None:
+    """The stages have a batch axis for Triton's batcher; a client's second element would be another picture."""
+    prompts = triton_grpc.InferInput("prompt", [2, 1], "BYTES")
+    prompts.set_data_from_numpy(np.array([[b"a fox"], [b"a cat"]], dtype=np.object_))
+    assert "'prompt' has 2 elements; allowed: 1" in str(stream(server, f"{MODEL}_encode", [prompts]))
+    settings = triton_grpc.InferInput("settings", [2, 1], "BYTES")
+    settings.set_data_from_numpy(np.array([[json.dumps(decode_settings).encode()]] * 2, dtype=np.object_))
+    latents = tensor("latents", np.zeros((2, 4, 16, 16), np.float32), "FP32")
+    assert "has 2 elements" in str(stream(server, f"{MODEL}_vae_decode", [latents, settings]))
 
 
 def test_many_failures_do_not_hurt_the_server(client: DiffusionClient) -> None:
@@ -188,7 +202,7 @@ def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
 
 
 def warmup_blob(**settings: Any) -> conditioning.Conditioning:
-    path = ROOT / "model_repository/emoji-flux_denoise/warmup/conditioning"
+    path = ROOT / "model_repository/emoji-flux_denoise/warmup/64x64.conditioning"
     blob = conditioning.unpack(path.read_bytes())
     return conditioning.Conditioning(blob.calls, {**blob.settings, **settings}, blob.encode_seconds)
 
@@ -240,7 +254,7 @@ def decode(server: RunningServer, latents: np.ndarray[Any, Any], settings: str) 
 
 @pytest.fixture(scope="module")
 def decode_settings() -> dict[str, Any]:
-    path = ROOT / "model_repository/emoji-flux_vae_decode/warmup/settings_lossless"
+    path = ROOT / "model_repository/emoji-flux_vae_decode/warmup/64x64_lossless.settings"
     settings: dict[str, Any] = json.loads(path.read_bytes()[4:])
     return settings
 
@@ -256,7 +270,20 @@ def test_vae_decode_by_itself(server: RunningServer, decode_settings: dict[str, 
         (np.full((1, 4, 16, 16), np.nan, np.float32), {}, "not finite"),
         (np.zeros((1, 4, 16, 16), np.float32), {"quality": "ultra"}, "allowed: auto, standard, lossless"),
         (np.zeros((1, 4, 16, 16), np.float32), {"width": "64"}, "width: Input should be a valid integer"),
-        (np.zeros((1, 4, 16, 16), np.float32), {"width": 72}, "64x64, not 72x64"),
+        (
+            np.zeros((1, 4, 16, 16), np.float32),
+            {"width": 72},
+            "allowed for 72x64: one request's, ending in 16, 18",
+        ),
+        (np.zeros((1, 4, 128, 128), np.float32), {"width": 512, "height": 512}, "at most 128x128"),
+        (np.zeros((1, 4, 0, 16), np.float32), {}, "one request's, ending in 16, 16"),
+        (
+            np.zeros((1, 4, 16, 16), np.float32),
+            {"seed": -5},
+            "seed: Input should be greater than or equal to 0",
+        ),
+        (np.zeros((1, 4, 16, 16), np.float32), {"decode_arguments": {"evil": 1}}, "does not take: ['evil']"),
+        (np.zeros((1, 4, 16, 16), np.float32), {"timings": {"x": 1.0}}, "timings.x"),
         (np.zeros((1, 5, 16, 16), np.float32), {}, "unexpected shape"),
     ],
 )
@@ -268,6 +295,67 @@ def test_vae_decode_refuses(
     words: str,
 ) -> None:
     assert words in str(decode(server, latents, json.dumps({**decode_settings, **change})))
+
+
+def describe_input(stage: str) -> Any:
+    batched = stage != "denoise"
+    value = np.array([b""], dtype=np.object_)
+    return tensor("describe", value[None] if batched else value, "BYTES")
+
+
+@pytest.mark.parametrize(
+    ("stage", "components"),
+    [
+        ("encode", {"text_encoder", "text_encoder_2"}),
+        ("denoise", {"transformer"}),
+        ("vae_decode", {"vae"}),
+    ],
+)
+def test_a_stage_describes_its_process(server: RunningServer, stage: str, components: set[str]) -> None:
+    result = stream(server, f"{MODEL}_{stage}", [describe_input(stage)])
+    description = json.loads(result.as_numpy("description").reshape(-1)[0])
+    assert set(description["components"]) == components
+    assert all(part["dtype"] == "float32" for part in description["components"].values())
+    assert description["bytes_loaded"] == sum(part["bytes"] for part in description["components"].values())
+    assert (description["stage"], description["device"]) == (stage, "cpu")
+    assert description["instance"].startswith(f"{MODEL}_{stage}_0")
+    command = Path(f"/proc/{description['pid']}/cmdline").read_text()
+    assert f"{MODEL}_{stage}" in command
+    assert description["versions"]["torch"] == torch.__version__
+
+
+def test_denoise_describes_itself_while_it_works(client: DiffusionClient, server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(client.generate, MODEL, "a fox", seed=1, num_inference_steps=100)
+        time.sleep(0.3)
+        started = time.monotonic()
+        stream(server, f"{MODEL}_denoise", [describe_input("denoise")])
+        assert time.monotonic() - started < 1
+        assert not work.done()
+        work.result()
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "missing"),
+    [
+        ("encode", "negative_prompt", "prompt"),
+        ("vae_decode", "settings", "latents"),
+        ("vae_decode", "latents", "settings"),
+    ],
+)
+def test_optional_for_describe_alone(
+    server: RunningServer, decode_settings: dict[str, Any], stage: str, given: str, missing: str
+) -> None:
+    inputs = {
+        "negative_prompt": lambda: tensor("negative_prompt", np.array([[b"x"]], np.object_), "BYTES"),
+        "settings": lambda: tensor(
+            "settings", np.array([[json.dumps(decode_settings).encode()]], np.object_), "BYTES"
+        ),
+        "latents": lambda: tensor("latents", np.zeros((1, 4, 16, 16), np.float32), "FP32"),
+    }
+    error = DiffusionError.from_text(str(stream(server, f"{MODEL}_{stage}", [inputs[given]()])))
+    assert error is not None
+    assert (error.param, error.status) == (missing, Status.INVALID_ARG)
 
 
 def test_the_log_says_what_each_stage_loaded(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,11 +13,14 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from openai_adapter.app import create_app
-from openai_adapter.settings import Settings
+from openai_adapter.settings import SECRETS_DIR, Settings
+
+PREFIX = "OPENAI_ADAPTER_"
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is running and exit with 0."""
+    _check_environment()
     try:
         settings = CliApp.run(Settings, cli_args=sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:
@@ -39,6 +43,17 @@ def main(arguments: list[str] | None = None) -> None:
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
+
+
+def _check_environment() -> None:
+    """A setting that is misspelt or empty must not leave the door open."""
+    known = {SECRETS_DIR, *(f"{PREFIX}{name}".upper() for name in Settings.model_fields)}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        sys.exit(f"no such setting: {', '.join(unknown)}")
+    keys = os.environ.get(f"{PREFIX}API_KEYS")
+    if keys is not None and not keys.replace(",", "").strip():
+        sys.exit(f"{PREFIX}API_KEYS has no key in it: leave it unset to need none")
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:

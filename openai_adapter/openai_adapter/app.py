@@ -19,7 +19,7 @@ def create_app(settings: Settings) -> FastAPI:
     """The ASGI app. Its lifespan owns the channel to Triton, the poller and the sweep of expired files."""
     registry = Registry(settings.default_model)
     triton = Triton(settings, registry)
-    measured = metrics.Metrics()
+    measured = metrics.Metrics(settings.healing_report)
     store = media.MediaStore(settings.media_store_url, settings.media_ttl_seconds)
 
     @asynccontextmanager

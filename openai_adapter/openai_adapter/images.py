@@ -19,10 +19,11 @@ from starlette.responses import JSONResponse
 
 from openai_adapter import image_files, image_request
 from openai_adapter.bodies import read_json_object
-from openai_adapter.errors import DO_NOT_RETRY, ApiError
+from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.media import MediaStore
 from openai_adapter.metrics import Metrics
+from openai_adapter.recovery import Recovery
 from openai_adapter.registry import Registry
 from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
@@ -50,26 +51,37 @@ class Picture:
 class ImageGenerator:
     """From a checked request to files."""
 
-    def __init__(self, triton: Triton, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, triton: Triton, recovery: Recovery, metrics: Metrics, timeout: float) -> None:
         self._triton = triton
+        self._recovery = recovery
         self._metrics = metrics
         self._timeout = timeout
+        self._unseen: set[asyncio.Task[Picture]] = set()
+
+    def _forget(self, task: asyncio.Task[Picture]) -> None:
+        self._unseen.discard(task)
+        if not task.cancelled() and task.exception():
+            logger.debug("an image whose request had failed: %s", task.exception())
 
     async def generate(self, model: str, plan: Plan, request: ImageRequest) -> list[Picture]:
         """All images of a request, at the same time, in the order of their seeds.
 
-        When one fails the others still end: a running ensemble cannot be stopped from outside, and giving up
-        its stream would leave it to run unseen.
+        When one fails the answer goes out at once. The others still end, in the background: a running ensemble
+        cannot be stopped from outside, and giving up its stream would leave it to run unseen.
 
         Raises:
             DiffusionError: what Triton said of the first one that failed.
-            ApiError: 504 after ``timeout`` seconds.
+            ApiError: 503, its work was lost; 504 after ``timeout`` seconds.
         """
-        work = [self._generate_one(model, plan.settings, seed, request) for seed in plan.seeds]
+        work = [
+            asyncio.create_task(self._generate_one(model, plan.settings, seed, request))
+            for seed in plan.seeds
+        ]
         try:
             async with asyncio.timeout(self._timeout):
-                results = await asyncio.gather(*work, return_exceptions=True)
+                done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
         except TimeoutError:
+            _cancel(work)
             self._metrics.upstream_errors.labels("TIMEOUT").inc()
             raise ApiError(
                 504,
@@ -77,10 +89,16 @@ class ImageGenerator:
                 code="timeout",
                 headers=DO_NOT_RETRY,
             ) from None
-        pictures = [result for result in results if isinstance(result, Picture)]
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        except asyncio.CancelledError:
+            _cancel(work)
+            raise
+        for task in rest:
+            self._unseen.add(task)
+            task.add_done_callback(self._forget)
+        for task in work:
+            if task in done and (failure := task.exception()):
+                raise _once(failure) if plan.n > 1 else failure
+        pictures = [task.result() for task in work]
         for picture in pictures:
             path = str(picture.info.get("decode_path"))
             self._metrics.images.labels(model, plan.settings.quality, path).inc()
@@ -91,16 +109,20 @@ class ImageGenerator:
     ) -> Picture:
         parameters = settings.model_dump(exclude={"prompt", "negative_prompt"}, exclude_none=True)
         parameters["seed"] = seed
-        request_id = str(uuid.uuid4())
-        logger.debug("generation %s on %s", request_id, model)
-        try:
-            generation = await self._triton.client.generate(
+
+        async def attempt() -> Generation:
+            request_id = str(uuid.uuid4())
+            logger.debug("generation %s on %s", request_id, model)
+            return await self._triton.client.generate(
                 model,
                 settings.prompt,
                 negative_prompt=settings.negative_prompt,
                 request_id=request_id,
                 **parameters,
             )
+
+        try:
+            generation = await self._recovery.run(model, attempt)
             _check(generation, settings)
         except DiffusionError as error:
             self._metrics.upstream_errors.labels(error.status).inc()
@@ -111,6 +133,20 @@ class ImageGenerator:
         return Picture(file, generation.info)
 
 
+def _cancel(work: list[asyncio.Task[Picture]]) -> None:
+    for task in work:
+        task.cancel()
+
+
+def _once(failure: BaseException) -> BaseException:
+    """A failure of one image of several: asking again would repeat the work that the others are."""
+    if isinstance(failure, DiffusionError) and failure.status is Status.UNAVAILABLE and failure.code:
+        again = unavailable(failure.message, failure.code)
+        again.headers.update(DO_NOT_RETRY)
+        return again
+    return failure
+
+
 def _check(generation: Generation, settings: ImageSettings) -> None:
     expected = (settings.height, settings.width, 3)
     shape = getattr(generation.images, "shape", None)
@@ -119,8 +155,8 @@ def _check(generation: Generation, settings: ImageSettings) -> None:
 
 
 def _blame(error: DiffusionError) -> DiffusionError:
-    """A stage's refusal is the client's fault only where the client sent the field; the rest is ours."""
-    if error.status is Status.INVALID_ARG and error.param not in image_request.FIELDS:
+    """A stage's refusal is the client's fault where the client sent the field, or the pipeline refuses the whole."""
+    if error.status is Status.INVALID_ARG and error.param and error.param not in image_request.FIELDS:
         return DiffusionError(error.message)
     return error
 
@@ -130,7 +166,8 @@ def routes(
 ) -> APIRouter:
     """The route of image generation."""
     router = APIRouter(prefix="/v1/images", tags=["images"])
-    generator = ImageGenerator(triton, metrics, settings.request_timeout_seconds)
+    recovery = Recovery(triton, registry, metrics)
+    generator = ImageGenerator(triton, recovery, metrics, settings.request_timeout_seconds)
 
     @router.post("/generations", openapi_extra=_BODY_SCHEMA)
     async def generate(http_request: Request) -> JSONResponse:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffusion_backend.healing_report import read_report
 from fastapi import APIRouter
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -11,6 +15,8 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 600)
@@ -19,8 +25,10 @@ _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 600
 class Metrics:
     """Labels hold route templates and checked values only, so their number is bounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, healing_report: Path | None = None) -> None:
         self.registry = CollectorRegistry()
+        if healing_report is not None:
+            self.registry.register(_Restarts(healing_report))
         self.requests = Counter(
             "openai_adapter_requests",
             "Answered HTTP requests.",
@@ -49,12 +57,35 @@ class Metrics:
             ["status"],
             registry=self.registry,
         )
+        self.interruptions = Counter(
+            "openai_adapter_interruptions",
+            "Generations whose work was lost in the model server, by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.media_bytes = Counter(
             "openai_adapter_media_bytes", "Bytes written to the media store.", registry=self.registry
         )
         self.media_expired = Counter(
             "openai_adapter_media_expired", "Files that the sweep deleted.", registry=self.registry
         )
+
+
+class _Restarts(Collector):
+    """What the launcher has started again, from its own file."""
+
+    def __init__(self, report: Path) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "triton_diffusion_restarts",
+            "Parts of the server that died and were started (models: loaded) again.",
+            labels=["part", "reason"],
+        )
+        for labels, count in read_report(self._report).restarts.items():
+            family.add_metric(labels, count)
+        yield family
 
 
 def routes(metrics: Metrics) -> APIRouter:

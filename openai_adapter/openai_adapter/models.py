@@ -6,22 +6,33 @@ from typing import Any
 
 from diffusion_backend.errors import show
 from diffusion_backend.quality import QUALITIES
-from diffusion_backend.settings import ModelLimits
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from openai_adapter.errors import unavailable
-from openai_adapter.registry import Registry
+from openai_adapter.registry import Model, Registry
+
+# What a stage says of itself that is no secret of the machine's.
+_STAGE_FACTS = ("device", "bytes_loaded", "components")
 
 
-def build_model_card(name: str, limits: ModelLimits) -> dict[str, Any]:
-    """The card of a model: OpenAI's fields, then what this model is and accepts. Sizes are in pixels."""
+def build_model_card(model: Model) -> dict[str, Any]:
+    """The card of a model: OpenAI's fields, then what this model is and accepts. Sizes are in pixels.
+
+    ``stages`` is what runs: null for a stage until its process has answered for the first time.
+
+    Raises:
+        ApiError: 503, Triton has not told the model's limits yet.
+    """
+    limits = model.limits
+    if limits is None:
+        raise unavailable(f"the model {show(model.name)} is not ready", "model_not_ready")
     return {
-        "id": name,
+        "id": model.name,
         "object": "model",
         "created": limits.created,
         "owned_by": "triton-diffusion",
-        "root": limits.hub_id or name,
+        "root": limits.hub_id or model.name,
         "pipeline_name": limits.pipeline_class,
         "pipeline_class": limits.pipeline_class,
         "task_type": limits.task,
@@ -39,6 +50,10 @@ def build_model_card(name: str, limits: ModelLimits) -> dict[str, Any]:
             "state": "not_installed",
             "reason": "there is no fast VAE decoder yet: every quality is decoded losslessly",
         },
+        "stages": {
+            stage: None if facts is None else {key: facts.get(key) for key in _STAGE_FACTS}
+            for stage, facts in model.stages.items()
+        },
     }
 
 
@@ -49,15 +64,12 @@ def routes(registry: Registry) -> APIRouter:
     @router.get("")
     async def list_models() -> JSONResponse:
         """Every model that is served."""
-        cards = [build_model_card(name, limits) for name, limits in registry.described()]
+        cards = [build_model_card(model) for model in registry.described()]
         return JSONResponse({"object": "list", "data": cards})
 
     @router.get("/{model:path}")
     async def retrieve_model(model: str) -> JSONResponse:
         """One model, by its id or its hub id."""
-        found = registry.find(model)
-        if found.limits is None:
-            raise unavailable(f"the model {show(found.name)} is not ready", "model_not_ready")
-        return JSONResponse(build_model_card(found.name, found.limits))
+        return JSONResponse(build_model_card(registry.find(model)))
 
     return router

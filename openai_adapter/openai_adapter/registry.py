@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from diffusion_backend.errors import show
 from diffusion_backend.settings import ModelLimits
@@ -13,11 +15,15 @@ from openai_adapter.errors import ApiError, unavailable
 
 @dataclass(frozen=True)
 class Model:
-    """One ensemble. ``limits`` are None until Triton has told them."""
+    """One ensemble. ``limits`` are None until Triton has told them.
+
+    ``stages`` are the models of its steps, each with the last description its process gave, once it gave one.
+    """
 
     name: str
     limits: ModelLimits | None
     ready: bool = False
+    stages: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
 
 
 class Registry:
@@ -32,15 +38,26 @@ class Registry:
         self.models: dict[str, Model] = {}
         self.contacted = False
         self.problem: str | None = "the model server has not been reached yet"
+        self._losses: dict[str, asyncio.Event] = {}
 
-    def described(self) -> list[tuple[str, ModelLimits]]:
-        """(name, limits) of every model whose limits are known, by name.
+    def loss(self, name: str) -> asyncio.Event:
+        """Set when a process of this model dies after now: what was running in it may never be answered."""
+        return self._losses.setdefault(name, asyncio.Event())
+
+    def report_loss(self, stage: str) -> None:
+        """A process of ``stage`` has died."""
+        for model in self.models.values():
+            if stage in model.stages and (loss := self._losses.pop(model.name, None)):
+                loss.set()
+
+    def described(self) -> list[Model]:
+        """Every model whose limits are known, by name.
 
         Raises:
             ApiError: 503 before the first contact.
         """
         self._require_contact()
-        return [(name, model.limits) for name, model in sorted(self.models.items()) if model.limits]
+        return [model for _, model in sorted(self.models.items()) if model.limits]
 
     def find(self, name: str) -> Model:
         """The model with this Triton name or, where only one has it, this hub id.
@@ -54,7 +71,10 @@ class Registry:
         found = [model for model in self.models.values() if model.limits and model.limits.hub_id == name]
         if not found:
             raise ApiError(
-                404, f"The model {show(name)} does not exist", param="model", code="model_not_found"
+                404,
+                f"The model {show(name)} does not exist; allowed: {_names(self.models.values())}",
+                param="model",
+                code="model_not_found",
             )
         if len(found) > 1:
             raise ApiError(

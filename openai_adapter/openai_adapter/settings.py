@@ -1,15 +1,25 @@
-"""Every setting of the adapter: an environment variable ``OPENAI_ADAPTER_NAME`` or a flag ``--name``."""
+"""Every setting of the adapter: a flag ``--name``, a variable ``OPENAI_ADAPTER_NAME``, or a secret file."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SecretsSettingsSource,
+    SettingsConfigDict,
+)
+
+# Names a folder of files called ``openai_adapter_name``, each with a setting's value: how containers get secrets.
+SECRETS_DIR = "OPENAI_ADAPTER_SECRETS_DIR"
 
 
 def _split(value: object) -> object:
@@ -20,7 +30,7 @@ CommaSeparated = (NoDecode, BeforeValidator(_split))
 
 
 class Settings(BaseSettings):
-    """Flags win over environment variables. Lists are comma separated."""
+    """Flags win over environment variables, and these over secret files. Lists are comma separated."""
 
     model_config = SettingsConfigDict(
         env_prefix="OPENAI_ADAPTER_",
@@ -43,11 +53,16 @@ class Settings(BaseSettings):
         default_factory=list, description="the ensembles to serve; empty: every one that Triton has"
     )
     default_model: str | None = Field(None, description="the model of requests that name none")
+    healing_report: Path | None = Field(
+        None, description="the file in which the launcher of Triton says what it is healing"
+    )
     data_dir: Path = Field(Path(".data"), description="folder for files")
     media_url: str | None = Field(
         None, description="fsspec URL of the store of generated files; default: the folder media in data_dir"
     )
-    media_ttl_seconds: float = Field(3600, gt=0, description="how long a generated file can be fetched")
+    media_ttl_seconds: float = Field(
+        3600, gt=0, le=10 * 365 * 86400, description="how long a generated file can be fetched"
+    )
     public_url: str | None = Field(
         None, description="what this server is called from outside, for the URLs of files"
     )
@@ -66,6 +81,20 @@ class Settings(BaseSettings):
     shutdown_seconds: int = Field(30, ge=0, description="how long running requests may finish on shutdown")
     keep_alive_seconds: int = Field(75, gt=0, description="how long an idle connection stays open")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The folder of secrets is looked up when settings are read, not when this module is imported."""
+        if folder := os.environ.get(SECRETS_DIR):
+            file_secret_settings = SecretsSettingsSource(settings_cls, secrets_dir=folder)
+        return init_settings, env_settings, dotenv_settings, file_secret_settings
 
     @field_validator("public_url")
     @classmethod
@@ -98,7 +127,8 @@ class Settings(BaseSettings):
     @property
     def media_store_url(self) -> str:
         """The fsspec URL of the media store."""
-        return self.media_url or (self.data_dir.absolute() / "media").as_uri()
+        # Not as_uri(): fsspec takes the path as it stands, and would not undo the quoting.
+        return self.media_url or f"file://{self.data_dir.absolute() / 'media'}"
 
 
 def is_loopback(host: str) -> bool:

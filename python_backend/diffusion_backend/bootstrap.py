@@ -24,6 +24,7 @@ from pathlib import Path
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 MINIMUM_GLIBC = (2, 35)
 TRITON_PACKAGE = "nvidia-pytriton"
+EXTRAS = ("adapter", "backend")  # groups of dependencies in pyproject.toml: here both parts run
 PACKAGE_FOLDERS = ("python_backend", "kernels", "openai_adapter")  # each holds one package
 TRITON_SERVER = Path("pytriton/tritonserver")  # inside the folder that the package is installed to
 
@@ -161,7 +162,7 @@ class Checkout:
         want = self._fingerprint()
         if _read(done) == want:
             return
-        what = f".[{extra}]" if extra else "."
+        what = f".[{','.join([*EXTRAS, *([extra] if extra else [])])}]"
         _say(f"installing the dependencies into .venv ({what}, pinned); the first time takes a minute or two")
         self.unfinished.touch()
         try:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diffusion_backend.errors import DiffusionError
+
+if TYPE_CHECKING:
+    from diffusion_backend.repository import Change
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    from diffusion_backend import launcher
+    from diffusion_backend import container, launcher
 
     parser = argparse.ArgumentParser(prog="triton-diffusion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -20,11 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     launcher.add_serve_arguments(serve)
     serve.set_defaults(run=launcher.serve)
 
-    add = commands.add_parser("add", help="add a diffusers pipeline to a model repository")
-    add.add_argument("source", help="a diffusers folder, or a hub id (org/name)")
-    add.add_argument("--name", required=True, help="the model's name in Triton and in the OpenAI API")
-    add.add_argument("--repository", type=Path, default=Path("model_repository"), help="default: %(default)s")
-    add.set_defaults(run=_add)
+    triton = commands.add_parser("triton", help="run tritonserver alone, in place of this process")
+    container.add_triton_arguments(triton)
+    triton.set_defaults(run=container.triton)
+
+    _add_builder_commands(commands)
 
     args = parser.parse_args(argv)
     try:
@@ -34,14 +39,107 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def _add_builder_commands(commands: Any) -> None:
+    add = commands.add_parser("add", help="add a diffusers pipeline to a model repository")
+    add.add_argument("source", help="a diffusers folder, or a hub id (org/name)")
+    add.add_argument("--name", required=True, help="the model's name in Triton and in the OpenAI API")
+    add.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto (as stored on a GPU, float32 on a CPU), float32, float16, bfloat16",
+    )
+    add.add_argument("--device", default="auto", help="auto, cpu, gpu")
+    add.add_argument("--instances", type=int, default=1, help="of encode and denoise, on each device")
+    add.add_argument("--unary", action="store_true", help="serve plain infer() too; no streaming then")
+    add.add_argument("--warmup-size", nargs="+", default=[], metavar="WxH", help="besides the default size")
+    add.add_argument(
+        "--warmup-batch", nargs="+", type=int, default=[], metavar="N", help="numbers of requests, besides 1"
+    )
+    add.add_argument("--no-warmup", action="store_true", help="faster to start, slower first requests")
+    add.add_argument("--default-quality", default="lossless", choices=("lossless", "fast"), help="of 'auto'")
+    add.set_defaults(run=_add)
+
+    check = commands.add_parser("check", help="say what a pipeline holds and what stands in its way")
+    check.add_argument("source", help="a diffusers folder, or a hub id (org/name)")
+    check.set_defaults(run=_check)
+
+    listing = commands.add_parser("list", help="list the models of a repository")
+    listing.set_defaults(run=_list)
+
+    remove = commands.add_parser("remove", help="remove a model from a repository")
+    remove.add_argument("name")
+    remove.set_defaults(run=_remove)
+
+    for command in (add, listing, remove):
+        command.add_argument(
+            "--repository", type=Path, default=Path("model_repository"), help="default: %(default)s"
+        )
+
+
 def _add(args: argparse.Namespace) -> int:
     from diffusion_backend.loading import quiet_libraries
-    from diffusion_backend.repository import add
+    from diffusion_backend.quality import Tier
+    from diffusion_backend.repository import BuildOptions, add
 
     quiet_libraries()
-    changes = add(args.source, args.name, args.repository)
-    for change in changes:
-        print(f"{change.what:<9} {args.repository / change.path}")
+    options = BuildOptions(
+        dtype=args.dtype,
+        device=args.device,
+        instances=args.instances,
+        unary=args.unary,
+        warmup=not args.no_warmup,
+        warmup_sizes=tuple(args.warmup_size),
+        warmup_batches=tuple(args.warmup_batch),
+        default_quality=Tier(args.default_quality),
+    )
+    changes = add(args.source, args.name, args.repository, options)
+    _print_changes(args.repository, changes)
     if all(change.what == "unchanged" for change in changes):
         print(f"{args.name} was up to date")
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from diffusion_backend.inspection import inspect_pipeline, stage_bytes
+    from diffusion_backend.loading import open_pipeline, quiet_libraries
+    from diffusion_backend.repository import find_problems
+
+    quiet_libraries()
+    pipeline = open_pipeline(args.source)
+    components = inspect_pipeline(pipeline)
+    print(f"{pipeline.pipeline_class.__name__} in {pipeline.folder}")
+    for found in components:
+        print(
+            f"  {found.component.name:<18} {found.component.cls.__name__:<30} "
+            f"{len(found.files)} files {found.bytes:>16,} bytes"
+        )
+    for stage, size in stage_bytes(components).items():
+        print(f"{stage.value:<20} loads {size:>16,} bytes")
+    problems = find_problems(args.source)
+    for problem in problems:
+        print(f"refused: {problem}")
+    return 1 if problems else 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from diffusion_backend.repository import list_models
+
+    for name, limits in list_models(args.repository).items():
+        print(
+            f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
+            f"{limits.default_width}x{limits.default_height} {limits.default_num_inference_steps} steps, "
+            f"from {limits.source}"
+        )
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    from diffusion_backend.repository import remove
+
+    _print_changes(args.repository, remove(args.name, args.repository))
+    return 0
+
+
+def _print_changes(repository: Path, changes: Sequence[Change]) -> None:
+    for change in changes:
+        print(f"{change.what:<9} {repository / change.path}")

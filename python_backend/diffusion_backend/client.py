@@ -27,9 +27,9 @@ import tritonclient.grpc.aio as triton_grpc_aio
 from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status
-from diffusion_backend.settings import ModelLimits
+from diffusion_backend.settings import ModelLimits, parse_limits
 
-_CHANNEL_ARGS = [
+CHANNEL_ARGS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # A server that restarts is found again within a second, not after gRPC's two minutes of back-off.
@@ -100,8 +100,22 @@ def to_error(error: Exception) -> DiffusionError:
 
 
 def limits_from_config(config: Any) -> ModelLimits:
-    """The limits of a model from its ensemble's ``ModelConfig`` message."""
-    return ModelLimits.model_validate({key: value.string_value for key, value in config.parameters.items()})
+    """The limits of a model from its ensemble's ``ModelConfig`` message.
+
+    Raises:
+        ValueError: the parameters are none of ours, or wrong.
+    """
+    return parse_limits({key: value.string_value for key, value in config.parameters.items()})
+
+
+def _one(generation: Generation | None) -> Generation:
+    if generation is None:
+        raise DiffusionError("the server ended the request without a picture")
+    return generation
+
+
+def _too_late(timeout: float | None) -> DiffusionError:
+    return DiffusionError(f"no answer within {timeout} s", code="deadline_exceeded", status=Status.CANCELLED)
 
 
 class DiffusionClient:
@@ -112,7 +126,7 @@ class DiffusionClient:
         self._control = self._connect()
 
     def _connect(self) -> triton_grpc.InferenceServerClient:
-        return triton_grpc.InferenceServerClient(self.url, channel_args=_CHANNEL_ARGS)
+        return triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_ARGS)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +141,10 @@ class DiffusionClient:
 
     def limits(self, model: str) -> ModelLimits:
         """What ``model`` accepts."""
-        return limits_from_config(self._control.get_model_config(model).config)
+        try:
+            return limits_from_config(self._control.get_model_config(model).config)
+        except InferenceServerException as error:
+            raise to_error(error) from error
 
     def generate(
         self,
@@ -142,12 +159,12 @@ class DiffusionClient:
         """Generate one picture; ``parameters`` are the request's settings (``diffusion_backend.settings``).
 
         Raises:
-            DiffusionError: what the server refused, and why.
-            TimeoutError: nothing came within ``timeout`` seconds.
+            DiffusionError: what the server refused, and why; CANCELLED when nothing came within ``timeout`` seconds.
         """
         answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
         client = self._connect()
-        answered = False
+        generation: Generation | None = None
+        ended = False
         try:
             client.start_stream(lambda result, error: answers.put((result, error)))
             client.async_stream_infer(
@@ -155,17 +172,23 @@ class DiffusionClient:
                 ensemble_inputs(prompt, negative_prompt),
                 request_id=request_id or str(uuid.uuid4()),
                 parameters=parameters,
+                enable_empty_final_response=True,
             )
-            result, error = answers.get(timeout=timeout)
-            answered = True
+            while not ended:
+                result, error = answers.get(timeout=timeout)
+                if error is not None:
+                    ended = True
+                    raise to_error(error)
+                response = result.get_response()
+                if response.outputs:
+                    generation = to_generation(result)
+                ended = response.parameters["triton_final_response"].bool_param
         except queue.Empty:
-            raise TimeoutError(f"no answer from {self.url} within {timeout} s") from None
+            raise _too_late(timeout) from None
         finally:
-            client.stop_stream(cancel_requests=not answered)
+            client.stop_stream(cancel_requests=not ended)
             client.close()
-        if error is not None:
-            raise to_error(error)
-        return to_generation(result)
+        return _one(generation)
 
 
 class AsyncDiffusionClient:
@@ -173,7 +196,7 @@ class AsyncDiffusionClient:
 
     def __init__(self, url: str = "127.0.0.1:8001") -> None:
         self.url = url
-        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=_CHANNEL_ARGS)
+        self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=CHANNEL_ARGS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -188,7 +211,10 @@ class AsyncDiffusionClient:
 
     async def limits(self, model: str) -> ModelLimits:
         """What ``model`` accepts."""
-        return limits_from_config((await self.triton.get_model_config(model)).config)
+        try:
+            return limits_from_config((await self.triton.get_model_config(model)).config)
+        except InferenceServerException as error:
+            raise to_error(error) from error
 
     async def generate(
         self,
@@ -206,15 +232,37 @@ class AsyncDiffusionClient:
             DiffusionError: what the server refused, and why.
         """
 
-        async def requests() -> AsyncIterator[Mapping[str, Any]]:
-            yield {
-                "model_name": model,
-                "inputs": ensemble_inputs(prompt, negative_prompt),
-                "request_id": request_id or str(uuid.uuid4()),
-                "parameters": parameters,
-            }
+        request = {
+            "model_name": model,
+            "inputs": ensemble_inputs(prompt, negative_prompt),
+            "request_id": request_id or str(uuid.uuid4()),
+            "parameters": parameters,
+        }
+        return to_generation(await self._answer(request, timeout))
 
-        generation: Generation | None = None
+    async def describe(self, stage: str, *, batched: bool, timeout: float | None = None) -> dict[str, Any]:
+        """What a stage's process says of itself: device, dtypes, bytes loaded, versions.
+
+        ``batched``: whether the stage's model has a batch axis (``max_batch_size`` above 0).
+
+        Raises:
+            DiffusionError: it could not answer.
+        """
+        tensor = bytes_input("describe", "")
+        if batched:
+            tensor.set_shape([1, 1])
+        request = {"model_name": stage, "inputs": [tensor], "request_id": str(uuid.uuid4())}
+        result = await self._answer(request, timeout)
+        description: dict[str, Any] = json.loads(result.as_numpy("description").reshape(-1)[0])
+        return description
+
+    async def _answer(self, request: Mapping[str, Any], timeout: float | None) -> triton_grpc.InferResult:
+        """The one response to a request, on a stream of its own."""
+
+        async def requests() -> AsyncIterator[Mapping[str, Any]]:
+            yield request
+
+        answer: triton_grpc.InferResult | None = None
         failure: Exception | None = None
         try:
             # To the end, also after an error: a stream that is dropped is a stream cancelled.
@@ -222,11 +270,11 @@ class AsyncDiffusionClient:
                 if error is not None:
                     failure = failure or error
                 else:
-                    generation = to_generation(result)
+                    answer = result
         except (grpc.RpcError, InferenceServerException) as error:
             failure = failure or error
         if failure is not None:
             raise to_error(failure) from failure
-        if generation is None:
-            raise DiffusionError("the server ended the request without a picture", status=Status.CANCELLED)
-        return generation
+        if answer is None:
+            raise DiffusionError("the server ended the request without an answer", status=Status.CANCELLED)
+        return answer

@@ -19,14 +19,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diffusion_backend.errors import invalid
+from diffusion_backend.values import MALFORMED, from_skeleton, to_skeleton
 
 FORMAT = 1
 METADATA = "conditioning"
+MAX_ROWS = 64
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call of an encoder method: its name and what it returned."""
+    """One recorded call of an encoding method: its name and what it returned."""
 
     name: str
     result: Any
@@ -34,22 +37,37 @@ class Call:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The recorded calls of one request in call order, its settings, and the seconds encoding took."""
+    """The recorded calls of one request in call order, its settings, and the seconds encoding took.
+
+    ``rows`` is 1 but for warmup: so many copies of the request are run, and answered once. ``dtype`` is set where the
+    encoders did not compute in the dtype their weights are stored in (on a CPU, in dry runs): "float32".
+    """
 
     calls: list[Call]
     settings: Mapping[str, object]
     encode_seconds: float
+    rows: int = 1
+    dtype: str | None = None
 
 
 def pack(conditioning: Conditioning) -> bytes:
     """The blob. Tensors come from any device; they are stored contiguous."""
     tensors: dict[str, torch.Tensor] = {}
-    calls = [[call.name, _to_skeleton(call.result, tensors)] for call in conditioning.calls]
+
+    def store(tensor: torch.Tensor) -> str:
+        name = f"t{len(tensors)}"
+        # A copy of its own: safetensors refuses tensors that share memory (views, expanded masks).
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+        return name
+
+    calls = [[call.name, to_skeleton(call.result, store)] for call in conditioning.calls]
     header = {
         "format": FORMAT,
         "calls": calls,
         "settings": dict(conditioning.settings),
         "encode_seconds": conditioning.encode_seconds,
+        "rows": conditioning.rows,
+        "dtype": conditioning.dtype,
     }
     # One metadata entry: safetensors writes several in no fixed order.
     return bytes(save(tensors, {METADATA: json.dumps(header)}))
@@ -66,9 +84,18 @@ def unpack(blob: bytes) -> Conditioning:
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}, not {FORMAT}")
         tensors = load(blob)
-        calls = [Call(str(name), _from_skeleton(skeleton, tensors)) for name, skeleton in header["calls"]]
-        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]))
-    except (SafetensorError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        calls = [
+            Call(str(name), from_skeleton(skeleton, tensors.__getitem__))
+            for name, skeleton in header["calls"]
+        ]
+        rows = header["rows"]
+        if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"its rows are {rows!r}, not 1 to {MAX_ROWS}")
+        dtype = header["dtype"]
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"its dtype is {dtype!r}, not one of {', '.join(DTYPES)}")
+        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows, dtype)
+    except (SafetensorError, *MALFORMED) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 
 
@@ -80,34 +107,3 @@ def _read_header(blob: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise TypeError("its header is not an object")
     return header
-
-
-def _to_skeleton(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON of nested lists, tuples, dicts, tensors and plain values; the tensors go to ``tensors``."""
-    if isinstance(value, torch.Tensor):
-        name = f"t{len(tensors)}"
-        # A copy of its own: safetensors refuses tensors that share memory (views, expanded masks).
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"tensor": name}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [_to_skeleton(item, tensors) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {str(key): _to_skeleton(item, tensors) for key, item in value.items()}}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise TypeError(f"an encoder returned a {type(value).__name__}, which cannot travel between stages")
-
-
-def _from_skeleton(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    ((kind, content),) = skeleton.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "list":
-        return [_from_skeleton(item, tensors) for item in content]
-    if kind == "tuple":
-        return tuple(_from_skeleton(item, tensors) for item in content)
-    if kind == "dict":
-        return {key: _from_skeleton(item, tensors) for key, item in content.items()}
-    if kind == "value":
-        return content
-    raise ValueError(f"unknown kind {kind!r}")

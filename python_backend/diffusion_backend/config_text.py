@@ -6,12 +6,17 @@ Reference: https://github.com/triton-inference-server/common/blob/main/protobuf/
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from diffusion_backend.settings import ModelLimits
+from diffusion_backend.warmup import Sample, WarmupInput
 
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
 MAX_BATCH_SIZE = 8
+_DESCRIBE_NOTE = (
+    "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
+)
 
 
 def ensemble(name: str, limits: ModelLimits) -> str:
@@ -65,13 +70,19 @@ ensemble_scheduling {{
 """
 
 
-def encode(name: str, limits: ModelLimits) -> str:
+@dataclass(frozen=True)
+class Instances:
+    """How many instances of a stage run, and where: KIND_AUTO, KIND_CPU or KIND_GPU."""
+
+    count: int
+    kind: str
+
+
+def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sample]) -> str:
     """The encode stage of ``name``."""
-    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]")]
-    warmup = [_warmup_file("prompt", "TYPE_STRING", "[ 1 ]", "prompt")]
+    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]", optional=True)]
     if limits.takes_negative_prompt:
         inputs.append(_input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True))
-        warmup.append(_warmup_file("negative_prompt", "TYPE_STRING", "[ 1 ]", "negative_prompt"))
     return _stage(
         name,
         "encode",
@@ -79,62 +90,55 @@ def encode(name: str, limits: ModelLimits) -> str:
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ }}",
         inputs,
         ['  { name: "conditioning" data_type: TYPE_UINT8 dims: [ -1 ] }'],
-        [("default", warmup)],
+        instances,
+        warmup,
         {"ensemble": name},
     )
 
 
-def denoise(name: str, conditioning_bytes: int, latents_rank: int) -> str:
-    """The denoise stage of ``name``; its warmup file has ``conditioning_bytes`` bytes."""
+def denoise(name: str, latents_rank: int, instances: Instances, warmup: list[Sample], *, unary: bool) -> str:
+    """The denoise stage of ``name``. ``unary``: one response a request, so that plain ``infer`` is served too."""
     dims = ", ".join(["-1"] * latents_rank)
     return _stage(
         name,
         "denoise",
         "Runs the pipeline's own denoising loop on a thread of its own.",
-        "max_batch_size: 0\nmodel_transaction_policy { decoupled: true }",
-        [_input("conditioning", "TYPE_UINT8", "[ -1 ]")],
+        f"max_batch_size: 0\nmodel_transaction_policy {{ decoupled: {str(not unary).lower()} }}",
+        [_input("conditioning", "TYPE_UINT8", "[ -1 ]", optional=True)],
         [
             f'  {{ name: "latents" data_type: TYPE_FP32 dims: [ {dims} ] }}',
             '  { name: "settings" data_type: TYPE_STRING dims: [ 1 ] }',
         ],
-        [
-            (
-                "default",
-                [_warmup_file("conditioning", "TYPE_UINT8", f"[ {conditioning_bytes} ]", "conditioning")],
-            )
-        ],
+        instances,
+        warmup,
         {"ensemble": name, "max_queued_requests": str(MAX_QUEUED_REQUESTS)},
     )
 
 
-def vae_decode(name: str, latents_shape: tuple[int, ...], qualities: tuple[str, ...]) -> str:
-    """The VAE decode stage of ``name``; warmed once for each of ``qualities`` with latents of ``latents_shape``."""
+def vae_decode(
+    name: str, latents_shape: tuple[int, ...], vae_scale_factor: int, kind: str, warmup: list[Sample]
+) -> str:
+    """The VAE decode stage of ``name``. One instance: responses of several could overtake each other.
+
+    ``vae_scale_factor`` is how many pixels wide a latent is.
+    """
     dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
-    shape = ", ".join(str(side) for side in latents_shape)
-    latents = (
-        f'    inputs {{ key: "latents" value: {{ data_type: TYPE_FP32 dims: [ {shape} ] zero_data: true }} }}'
-    )
     return _stage(
         name,
         "vae_decode",
         "Decodes latents to raw pictures.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}",
         [
-            _input("latents", "TYPE_FP32", f"[ {dims} ]", ragged=True),
-            _input("settings", "TYPE_STRING", "[ 1 ]"),
+            _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=True),
+            _input("settings", "TYPE_STRING", "[ 1 ]", optional=True),
         ],
         [
             '  { name: "images" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }',
             '  { name: "info" data_type: TYPE_STRING dims: [ 1 ] }',
         ],
-        [
-            (
-                quality,
-                [latents, _warmup_file("settings", "TYPE_STRING", "[ 1 ]", f"settings_{quality}")],
-            )
-            for quality in qualities
-        ],
-        {"ensemble": name},
+        Instances(1, kind),
+        warmup,
+        {"ensemble": name, "vae_scale_factor": str(vae_scale_factor)},
     )
 
 
@@ -145,16 +149,16 @@ def _stage(
     policy: str,
     inputs: list[str],
     outputs: list[str],
-    warmups: list[tuple[str, list[str]]],
+    instances: Instances,
+    warmup: list[Sample],
     parameters: dict[str, str],
 ) -> str:
     newline = ",\n"
-    samples = newline.join(
-        f'  {{\n    name: "{sample}"\n    batch_size: 1\n' + "\n".join(tensors) + "\n  }"
-        for sample, tensors in warmups
-    )
+    inputs = [*inputs, _input("describe", "TYPE_STRING", "[ 1 ]", optional=True)]
+    outputs = [*outputs, '  { name: "description" data_type: TYPE_STRING dims: [ 1 ] }']
     return f"""\
 # {about} Written by `triton-diffusion add`.
+{_DESCRIBE_NOTE}
 name: "{name}_{stage}"
 backend: "python"
 {policy}
@@ -166,27 +170,40 @@ output [
 {newline.join(outputs)}
 ]
 
-instance_group [ {{ count: 1 kind: KIND_AUTO }} ]
-
-# Run before the model is ready; a sample that fails stops the server.
-model_warmup [
-{samples}
-]
-
+instance_group [ {{ count: {instances.count} kind: {instances.kind} }} ]
+{_warmup(warmup)}
 {_parameters(parameters)}
 """
+
+
+def _warmup(samples: list[Sample]) -> str:
+    if not samples:
+        return ""
+    newline = ",\n"
+    return f"""
+# Run before the model is ready; a sample that fails stops the server.
+model_warmup [
+{newline.join(_sample(sample) for sample in samples)}
+]
+"""
+
+
+def _sample(sample: Sample) -> str:
+    inputs = "\n".join(_sample_input(sample, name, tensor) for name, tensor in sample.inputs.items())
+    return f'  {{\n    name: "{sample.name}"\n    batch_size: {sample.requests}\n{inputs}\n  }}'
+
+
+def _sample_input(sample: Sample, name: str, tensor: WarmupInput) -> str:
+    dims = ", ".join(str(side) for side in tensor.dims)
+    data = "zero_data: true" if tensor.data is None else f'input_data_file: "{sample.name}.{name}"'
+    return (
+        f'    inputs {{ key: "{name}" value: {{ data_type: {tensor.data_type} dims: [ {dims} ] {data} }} }}'
+    )
 
 
 def _input(name: str, data_type: str, dims: str, *, optional: bool = False, ragged: bool = False) -> str:
     flags = (" optional: true" if optional else "") + (" allow_ragged_batch: true" if ragged else "")
     return f'  {{ name: "{name}" data_type: {data_type} dims: {dims}{flags} }}'
-
-
-def _warmup_file(name: str, data_type: str, dims: str, file: str) -> str:
-    return (
-        f'    inputs {{ key: "{name}" '
-        f'value: {{ data_type: {data_type} dims: {dims} input_data_file: "{file}" }} }}'
-    )
 
 
 def _limits_parameters(limits: ModelLimits) -> dict[str, str]:
@@ -196,7 +213,6 @@ def _limits_parameters(limits: ModelLimits) -> dict[str, str]:
 
 
 def _parameters(parameters: dict[str, str]) -> str:
-    # json.dumps writes a string literal that protobuf's text format reads back (ASCII, same escapes).
     return "\n".join(
         f'parameters {{ key: "{key}" value: {{ string_value: {_literal(value)} }} }}'
         for key, value in parameters.items()

@@ -10,12 +10,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion_backend.errors import DiffusionError, Status, invalid
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Job:
     request_id: str
     run: Callable[[], Any]
     succeed: Callable[[Any], None]
-    fail: Callable[[Exception], None]
+    fail: Callable[[BaseException], None]
 
 
 class Engine:
@@ -41,6 +44,16 @@ class Engine:
         self._live: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="denoise-engine", daemon=True)
         self._thread.start()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on the engine's thread and wait for what it returns or raises.
+
+        All of the model's work belongs on that one thread, its loading too: each thread that ran an OpenMP loop keeps
+        a pool of threads of its own, and with more threads than cores OpenMP no longer spins at its barriers.
+        """
+        future: Future[T] = Future()
+        self._jobs.put(Job("", work, future.set_result, future.set_exception))
+        return future.result()
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -71,7 +84,7 @@ class Engine:
         while (job := self._jobs.get()) is not None:
             try:
                 result = job.run()
-            except Exception as error:
+            except BaseException as error:  # the seams end a run by one, and the thread must outlive all
                 self._end(job, job.fail, error)
             else:
                 self._end(job, job.succeed, result)

@@ -66,9 +66,19 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> DiffusionE
     return DiffusionError(message, param=param, code=code, status=Status.INVALID_ARG)
 
 
+def unusable(message: str, param: str = "source") -> DiffusionError:
+    """What an operator gave to a command that cannot be used."""
+    return DiffusionError(message, param=param, code="unusable", status=Status.INVALID_ARG)
+
+
 def show(value: object, limit: int = 80) -> str:
     """A client's value as an error message quotes it: shortened, and printable whatever it holds."""
-    text = value if isinstance(value, str) else repr(value)
+    # null, true and false as JSON says them; everything else as Python does.
+    text = (
+        value
+        if isinstance(value, str)
+        else {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+    )
     text = text.encode("utf-8", "backslashreplace").decode()
     text = text if len(text) <= limit else text[:limit] + "..."
     return repr(text) if isinstance(value, str) else text

@@ -18,6 +18,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 DONE = "done"
+KILL_SECONDS = 10.0
 
 
 def group_members(group: int) -> list[int]:
@@ -34,8 +35,12 @@ def group_members(group: int) -> list[int]:
 
 
 def kill_group(group: int) -> None:
-    """Kill what is left of a process group, and wait until it is gone."""
-    while group_members(group):
+    """Kill what is left of a process group, and wait until it is gone, or until waiting is no use.
+
+    A process that hangs in the kernel (a stuck driver) does not go, whatever it is sent.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    while group_members(group) and time.monotonic() < deadline:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         time.sleep(0.02)

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from diffusion_backend.healing import Healer
+from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.processes import LaunchError, ManagedProcess, check_port
 from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts, TritonServer, http_status
 
@@ -59,8 +61,9 @@ class ServeOptions:
 class Adapter:
     """The OpenAI adapter beside a tritonserver."""
 
-    def __init__(self, triton: TritonServer, *, host: str, port: int) -> None:
+    def __init__(self, triton: TritonServer, report: ReportFile, *, host: str, port: int) -> None:
         self.triton = triton
+        self.report = report
         self.host = host
         self.port = port
         self._process: ManagedProcess | None = None
@@ -92,6 +95,7 @@ class Adapter:
                 f"--port={self.port}",
                 f"--triton-url={self.triton.grpc_url}",
                 f"--data-dir={self.triton.data_dir}",
+                f"--healing-report={self.report.path}",
             ],
             log=self.log,
             environment={**os.environ, "OPENAI_ADAPTER_TRITON_ADMIN_KEY": self.triton.admin_key},
@@ -129,12 +133,13 @@ class Server:
             device=options.device,
             exit_timeout=options.exit_timeout,
         )
-        self.adapter = Adapter(self.triton, host=options.host, port=options.port)
-        self._ready_once = False
+        self.report = ReportFile(self.triton.data_dir / "healing.json")
+        self.adapter = Adapter(self.triton, self.report, host=options.host, port=options.port)
 
     def start(self) -> None:
         """Start both; neither is ready yet."""
         self.triton.start()
+        self.report.write()
         try:
             self.adapter.start()
         except LaunchError:
@@ -148,9 +153,7 @@ class Server:
             LaunchError: one of the two has ended, with the reason.
         """
         self.check()
-        ready = self.triton.is_ready() and self.adapter.is_ready()
-        self._ready_once = self._ready_once or ready
-        return ready
+        return self.triton.is_ready() and self.adapter.is_ready()
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until requests are answered; raise a LaunchError if that fails or takes too long."""
@@ -167,8 +170,7 @@ class Server:
         """Raise a LaunchError with the reason if one of the two has ended."""
         adapter = self.adapter.process
         if self.triton.process.poll() is not None:
-            # Before it was ready, its error messages are the reason; later they may be about old requests.
-            raise LaunchError(self.triton.process.obituary() if self._ready_once else self.triton.failure())
+            raise LaunchError(self.triton.failure())
         if adapter.poll() is not None:
             raise LaunchError(adapter.obituary())
 
@@ -176,6 +178,7 @@ class Server:
         """Stop both; returns whether they ended in order. ``hurry()`` is asked whether to kill instead."""
         # The adapter first: tritonserver's exit waits for open HTTP connections and for requests.
         adapter = self.adapter.stop(hurry)
+        self.report.remove()
         return self.triton.stop(hurry) and adapter
 
     def __enter__(self) -> Self:
@@ -223,7 +226,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until a signal says stop or a process ends by itself; returns the exit code."""
+    """Serve until a signal says stop, or a part cannot be kept alive; returns the exit code."""
     repository: Path = args.model_repository
     options = ServeOptions(
         repository=repository,
@@ -281,14 +284,22 @@ def _run(server: Server, signals: _StopSignals) -> int:
     try:
         if _wait_until_ready(server, signals):
             _announce(server, time.monotonic() - started)
-            while not signals.wait(_POLL_SECONDS):
-                server.check()
+            _keep_alive(server, signals)
         _say("stopping")
     finally:
         orderly = server.stop(signals.hurry)
     if not orderly:
         _say("stopped, but not in order: something had to be killed, or requests were still running")
     return 0 if orderly else 1
+
+
+def _keep_alive(server: Server, signals: _StopSignals) -> None:
+    healer = Healer(server, _say, signals.hurry)
+    try:
+        while not signals.wait(_POLL_SECONDS):
+            healer.tick()
+    finally:
+        healer.close()
 
 
 def _wait_until_ready(server: Server, signals: _StopSignals) -> bool:

@@ -7,6 +7,7 @@ the rest. Tokenizers, schedulers and processors have no weights and are loaded e
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,8 @@ from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from torch import nn
 
-from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend import oddities
+from diffusion_backend.errors import DiffusionError, show, unusable
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Component:
     @property
     def stage(self) -> Stage:
         """The stage that owns its weights, by the names that diffusers gives components."""
-        if self.name.startswith(("transformer", "unet")):
+        if self.name.startswith(("transformer", "unet", "controlnet")):
             return Stage.DENOISE
         if self.name == "vae":
             return Stage.VAE_DECODE
@@ -75,9 +77,15 @@ def local_folder(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    if path.exists():
+        raise _unusable(source, "it is a file, not a folder")
     if path.is_absolute() or source.startswith("."):
         raise _unusable(source, "there is no such folder")
-    return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+    try:
+        return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+    except Exception as error:  # the hub's client has dozens of kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise _unusable(source, f"it is no folder here, and not to be had from the hub: {reason}") from error
 
 
 def open_pipeline(source: str) -> PipelineFolder:
@@ -89,17 +97,33 @@ def open_pipeline(source: str) -> PipelineFolder:
     folder = local_folder(source)
     if not (folder / "model_index.json").is_file():
         raise _unusable(source, "it has no model_index.json, so it is no diffusers pipeline")
-    index: dict[str, Any] = dict(DiffusionPipeline.load_config(folder))
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except (ValueError, RecursionError) as error:
+        raise _unusable(source, f"its model_index.json is not valid JSON: {error}") from None
+    if not isinstance(index, dict):
+        raise _unusable(source, "its model_index.json is not a JSON object")
     pipeline_class = _find_class("diffusers", str(index.get("_class_name")), source)
-    if not issubclass(pipeline_class, DiffusionPipeline):
-        raise _unusable(source, f"{pipeline_class.__name__} is no diffusers pipeline class")
+    if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
+        raise _unusable(source, f"{index['_class_name']} is no diffusers pipeline class")
+    left_out = oddities.init_arguments(pipeline_class)
     modules = []
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list | tuple) or entry[0] is None:
+        # Besides components there are options, such as ``"requires_safety_checker": false``.
+        if name.startswith("_") or not isinstance(entry, list) or name in left_out or entry == [None, None]:
             continue
+        if len(entry) != 2 or not all(isinstance(part, str) for part in entry):
+            raise _unusable(
+                source, f"its model_index.json has {name!r}: {show(entry)}, not a library and a class"
+            )
         cls = _find_class(entry[0], entry[1], source)
-        if issubclass(cls, nn.Module):
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
             modules.append(Component(name, cls))
+    for stage, what in ((Stage.DENOISE, "denoiser"), (Stage.VAE_DECODE, "VAE")):
+        if not any(component.stage is stage for component in modules):
+            raise _unusable(
+                source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split"
+            )
     return PipelineFolder(folder, pipeline_class, modules)
 
 
@@ -110,31 +134,39 @@ def load_stage(
     device: torch.device,
     dtype: torch.dtype | None,
     methods: dict[Stage, dict[str, Method]],
+    takes_image: bool = False,
 ) -> tuple[DiffusionPipeline, int]:
     """The pipeline with ``stage``'s weights on ``device``, and how many bytes they take.
 
-    ``methods[other]`` are what the stand-ins of another stage's components do when called. ``dtype`` None keeps the
-    dtype that the weights are stored in.
+    ``methods[other]`` are what the stand-ins of another stage's components do when called. ``dtype`` None keeps, for
+    each component, the dtype that its weights are stored in. With
+    ``takes_image`` the encode stage has the VAE too, to encode images.
     """
     own = [component for component in pipeline.modules if component.stage == stage]
-    stored = _stored_dtype(pipeline.folder / own[0].name) if own else torch.float32
-    compute = dtype or stored
+    if takes_image and stage is Stage.ENCODE:
+        own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
+    dtypes = {
+        component.name: dtype or _stored_dtype(pipeline.folder / component.name)
+        for component in pipeline.modules
+    }
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
             pipeline.folder / component.name,
             device=device,
-            dtype=compute,
+            dtype=dtypes[component.name],
             methods=methods[component.stage],
         )
         for component in pipeline.modules
-        if component.stage != stage
+        if component not in own
     }
-    pipe = _assemble(pipeline, compute, stand_ins)
+    pipe = _assemble(pipeline, dtypes, stand_ins)
+    if stage is Stage.VAE_DECODE:
+        oddities.upcast_vae(pipe)
     total = 0
     for component in own:
         module = getattr(pipe, component.name).to(device).eval()
-        size = sum(x.numel() * x.element_size() for x in [*module.parameters(), *module.buffers()])
+        size = module_bytes(module)
         logger.info(
             "loaded %s (%s, %s, %d bytes)", component.name, component.cls.__name__, module.dtype, size
         )
@@ -143,10 +175,26 @@ def load_stage(
     return pipe, total
 
 
+def module_bytes(module: nn.Module) -> int:
+    """How much memory a module's weights and buffers take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
+
+
+def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
+    """The dtype in which the pipeline's denoiser computes."""
+    denoisers = [
+        part
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module) and Component(name, type(part)).stage is Stage.DENOISE
+    ]
+    dtype: torch.dtype = denoisers[0].dtype  # type: ignore[assignment]
+    return dtype
+
+
 def load_dry(
     pipeline: PipelineFolder, stage: Stage, *, methods: dict[Stage, dict[str, Method]]
 ) -> DiffusionPipeline:
-    """``load_stage`` without weights: ``stage``'s components compute shapes only and return zeros (on the CPU)."""
+    """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
@@ -157,14 +205,19 @@ def load_dry(
         )
         for component in pipeline.modules
     }
-    return _assemble(pipeline, torch.float32, stand_ins)
+    return _assemble(pipeline, {}, stand_ins)
 
 
 def _assemble(
-    pipeline: PipelineFolder, dtype: torch.dtype, stand_ins: dict[str, nn.Module]
+    pipeline: PipelineFolder, dtypes: dict[str, torch.dtype], stand_ins: dict[str, nn.Module]
 ) -> DiffusionPipeline:
     pipe = pipeline.pipeline_class.from_pretrained(
-        pipeline.folder, dtype=dtype, use_safetensors=True, local_files_only=True, **stand_ins
+        pipeline.folder,
+        dtype={**dtypes, "default": torch.float32},
+        use_safetensors=True,
+        local_files_only=True,
+        **stand_ins,
+        **oddities.init_arguments(pipeline.pipeline_class),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -185,21 +238,20 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _find_class(library: str, name: str, source: str) -> Any:
-    """``library.name``, where library is a package or, as in model_index.json, a diffusers pipeline module."""
-    for module in (library, f"diffusers.pipelines.{library}"):
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            continue
-        if found is not None:
-            return found
-    raise _unusable(source, f"class {library}.{name} is not in the installed libraries")
+    """``library.name``, where library is diffusers, transformers, or a module of diffusers' pipelines.
+
+    No other is imported: importing runs code, and a model's files are not to choose which.
+    """
+    if library in ("diffusers", "transformers"):
+        found = getattr(importlib.import_module(library), name, None)
+    elif library.isidentifier() and hasattr(diffusers.pipelines, library):
+        found = getattr(getattr(diffusers.pipelines, library), name, None)
+    else:
+        found = None
+    if found is None:
+        raise _unusable(source, f"class {library}.{name} is not in the installed diffusers and transformers")
+    return found
 
 
 def _unusable(source: str, why: str) -> DiffusionError:
-    return DiffusionError(
-        f"{source!r} cannot be served: {why}",
-        param="source",
-        code="unusable_source",
-        status=Status.INVALID_ARG,
-    )
+    return unusable(f"{source!r} cannot be served: {why}")

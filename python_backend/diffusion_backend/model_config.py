@@ -32,8 +32,8 @@ def read_model_config(folder: Path) -> TritonModelConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        message = text_format.Parse(path.read_text(), ModelConfig())
-    except text_format.ParseError as error:
+        message = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     return TritonModelConfig(message, {key: value.string_value for key, value in message.parameters.items()})
 

@@ -121,6 +121,8 @@ class ManagedProcess:
             self._guard.stdin.flush()
 
     def _dismiss_guard(self) -> None:
+        if self._guard.returncode is not None:
+            return
         self._tell_guard(guard.DONE)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):

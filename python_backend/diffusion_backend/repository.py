@@ -1,79 +1,205 @@
-"""The repository builder: writes a model's ensemble and three stages into a Triton model repository.
+"""The repository builder: a model's ensemble and three stages in a Triton model repository.
 
-``add`` loads no weights: defaults come from the pipeline's signature and its ``generation_config.json``; shapes come
-from dry runs through the same seams that serve requests.
+``add`` loads no weights: limits and defaults are derived in ``defaults.py``, warmup data in ``warmup.py``, both by dry
+runs through the same seams that serve requests.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
+import contextlib
+import logging
 import re
 import shutil
-import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from diffusion_backend import conditioning, config_text, loading, seams
-from diffusion_backend.errors import DiffusionError, Status, show
+from diffusion_backend import config_text, loading
+from diffusion_backend.config_text import Instances
+from diffusion_backend.defaults import derive_limits
+from diffusion_backend.dry_runs import DryRuns
+from diffusion_backend.errors import DiffusionError, show, unusable
+from diffusion_backend.inspection import inspect_pipeline
 from diffusion_backend.loading import PipelineFolder, Stage
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
-from diffusion_backend.settings import ModelLimits, Settings, resolve
-from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.quality import Tier
+from diffusion_backend.settings import ModelLimits, parse_limits, parse_size
+from diffusion_backend.warmup import Warmup, build_warmup
 
-GENERATION_CONFIG = "generation_config.json"
-DEFAULT_PROMPT = "a red apple on a wooden table"
-WARMUP_STEPS = 2
-MAX_STEPS = 200
-WARMUP_QUALITIES = ("lossless", "high")  # one of each tier
-SIZE_MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
+logger = logging.getLogger(__name__)
+
+DEVICES = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+MAX_INSTANCES = 64
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What an operator may choose when adding a model.
+
+    ``instances`` are those of encode and denoise; ``warmup_sizes`` ("WxH") and ``warmup_batches`` (requests) are
+    warmed besides the defaults; ``unary`` serves plain ``infer`` too, with one response a request.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    instances: int = 1
+    unary: bool = False
+    warmup: bool = True
+    warmup_sizes: tuple[str, ...] = ()
+    warmup_batches: tuple[int, ...] = ()
+    default_quality: Tier = Tier.LOSSLESS
 
 
 @dataclass(frozen=True)
 class Change:
-    """What ``add`` did to one file of the repository: ``created``, ``updated``, ``removed`` or ``unchanged``."""
+    """What was done to one file of the repository: ``created``, ``updated``, ``removed`` or ``unchanged``."""
 
     path: Path
     what: str
 
 
-def add(source: str, name: str, repository: Path) -> list[Change]:
+def add(source: str, name: str, repository: Path, options: BuildOptions | None = None) -> list[Change]:
     """Write (or bring up to date) the four models of ``name``; return one change a file.
 
     Nothing is written unless all of it can be.
 
     Raises:
-        DiffusionError: the source or the name cannot be served, and why.
+        DiffusionError: the source, the name or an option cannot be used, and why.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
-        raise _refuse(
-            "name",
-            f"'name' is {show(name)}; allowed: up to 128 letters, digits, '.', '_' and '-', no leading sign",
-        )
+    options = options or BuildOptions()
+    _check_options(options)
+    _check_name(name, repository)
     ensemble = repository / name
     source = _stored_source(source, ensemble)
     pipeline = loading.open_pipeline(resolve_source(source, ensemble))
-    limits = _limits(source, pipeline, created=_created(ensemble))
-    files = _files(name, limits, pipeline)
-    with tempfile.TemporaryDirectory(dir=_existing(repository), prefix=".add-") as staging:
-        for path, content in files.items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        return [
-            *_remove_stale(repository, name, set(files)),
-            *_install(Path(staging), repository, set(files)),
-        ]
+    problems = [problem for found in inspect_pipeline(pipeline) for problem in found.problems]
+    if problems:
+        raise unusable(f"{source!r} cannot be served: {'; '.join(problems)}")
+    with _refusals_name(pipeline):
+        runs = DryRuns(pipeline)
+        limits = derive_limits(
+            pipeline,
+            runs,
+            source=source,
+            created=_created(ensemble),
+            dtype=options.dtype,
+            default_quality=options.default_quality,
+        )
+        sizes = [parse_size(size, limits) for size in options.warmup_sizes]
+        warmup = build_warmup(limits, runs, sizes, options.warmup_batches)
+    return _install(name, repository, _files(name, limits, options, warmup))
 
 
-def _existing(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def find_problems(source: str) -> list[str]:
+    """Why ``add`` would refuse a pipeline; empty when it would not. Loads no weights.
+
+    Raises:
+        DiffusionError: the source is no diffusers pipeline at all.
+    """
+    pipeline = loading.open_pipeline(source)
+    problems = [problem for found in inspect_pipeline(pipeline) for problem in found.problems]
+    if problems:
+        return problems
+    try:
+        with _refusals_name(pipeline):
+            derive_limits(
+                pipeline,
+                DryRuns(pipeline),
+                source=source,
+                created=0,
+                dtype="auto",
+                default_quality=Tier.LOSSLESS,
+            )
+    except DiffusionError as error:
+        return [error.message]
+    return []
+
+
+@contextlib.contextmanager
+def _refusals_name(pipeline: PipelineFolder) -> Iterator[None]:
+    """Whatever goes wrong inside is the reason why this class of pipelines cannot be served, and is said so."""
+    name = pipeline.pipeline_class.__name__
+    try:
+        yield
+    except Exception as error:
+        reason = error.message if isinstance(error, DiffusionError) else f"{type(error).__name__}: {error}"
+        logger.debug("%s: refused", name, exc_info=error)
+        raise unusable(f"{name} cannot be served: {reason}") from error
+
+
+def remove(name: str, repository: Path) -> list[Change]:
+    """Delete what ``add`` wrote for ``name``. Weights that lie in the ensemble's folder stay.
+
+    Raises:
+        DiffusionError: there is no such model.
+    """
+    if name not in list_models(repository):
+        raise unusable(f"{show(name)} is no model of {repository}", "name")
+    return list(_remove(repository, name, keep=set()))
+
+
+def list_models(repository: Path) -> dict[str, ModelLimits]:
+    """The models that ``add`` wrote, by name.
+
+    Raises:
+        ValueError: a configuration is not valid.
+    """
+    models = {}
+    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
+        config = read_model_config(path.parent)
+        if config.is_ensemble and "pipeline_class" in config.parameters:
+            models[path.parent.name] = parse_limits(config.parameters)
+    return models
+
+
+def _check_options(options: BuildOptions) -> None:
+    for option, value, allowed in (
+        ("dtype", options.dtype, DTYPES),
+        ("device", options.device, tuple(DEVICES)),
+    ):
+        if value not in allowed:
+            raise unusable(f"'{option}' is {show(value)}; allowed: {', '.join(allowed)}", option)
+    if not 1 <= options.instances <= MAX_INSTANCES:
+        raise unusable(f"'instances' is {options.instances}; allowed: 1 to {MAX_INSTANCES}", "instances")
+    for count in options.warmup_batches:
+        if not 1 <= count <= config_text.MAX_BATCH_SIZE:
+            largest = config_text.MAX_BATCH_SIZE
+            raise unusable(f"'warmup-batch' is {count}; allowed: 1 to {largest}", "warmup-batch")
+
+
+def _check_name(name: str, repository: Path) -> None:
+    """Triton takes the name, and none of the four folders belongs to something else."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        raise unusable(
+            f"'name' is {show(name)}; allowed: up to 128 letters, digits, '.', '_' and '-', no leading sign",
+            "name",
+        )
+    for folder in (repository / name, *_stage_folders(repository, name)):
+        owner = _owner(folder)
+        if folder.exists() and owner != name:
+            raise unusable(
+                f"'name' is {show(name)}, but {folder.name} in {repository} belongs to {owner or 'another model'}",
+                "name",
+            )
+
+
+def _owner(folder: Path) -> str | None:
+    """The model of ours that a folder of the repository belongs to, or None.
+
+    A folder without a configuration may be an ensemble's, holding its weights: then nothing in it is a version.
+    """
+    if not (folder / CONFIG_FILE).exists():
+        versions = folder.is_dir() and any(child.name.isdecimal() for child in folder.iterdir())
+        return None if versions or folder.is_file() else folder.name
+    try:
+        config = read_model_config(folder)
+    except (OSError, ValueError):
+        return None
+    ours = config.is_ensemble and "pipeline_class" in config.parameters
+    return folder.name if ours else config.parameters.get("ensemble")
 
 
 def _stored_source(source: str, ensemble: Path) -> str:
@@ -82,6 +208,8 @@ def _stored_source(source: str, ensemble: Path) -> str:
     if not path.is_dir():
         return source
     absolute, home = path.resolve(), ensemble.resolve()
+    if not str(absolute).isascii():
+        raise unusable(f"{source!r} cannot be served: tritonserver's Python opens no path that is not ASCII")
     return f"./{absolute.relative_to(home)}" if absolute.is_relative_to(home) else str(absolute)
 
 
@@ -93,227 +221,100 @@ def _created(ensemble: Path) -> int:
         return int(time.time())
 
 
-def _limits(source: str, pipeline: PipelineFolder, created: int) -> ModelLimits:
-    call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    for name, what in (("image", "an image"), ("num_frames", "video")):
-        if name in call:
-            raise _refuse(
-                "source", f"{pipeline.pipeline_class.__name__} makes or takes {what}: not served yet"
-            )
-    given = _generation_config(pipeline.folder)
-    argument = _guidance_argument(pipeline, call)
-    steps = given.pop("num_inference_steps", call["num_inference_steps"].default)
-    scale = given.pop("guidance_scale", call[argument].default if argument else None)
-    negative = given.pop("negative_prompt", "") if "negative_prompt" in call else None
-    prompt = given.pop("prompt", DEFAULT_PROMPT)
-    width, height = given.pop("width", None), given.pop("height", None)
-    unknown = sorted(set(given) - set(call))
-    if unknown:
-        raise _refuse("source", f"{GENERATION_CONFIG} has {unknown}, which the pipeline does not take")
-    fields: dict[str, Any] = {
-        "source": source,
-        "pipeline_class": pipeline.pipeline_class.__name__,
-        "task": "text-to-image",
-        "created": created,
-        "default_prompt": prompt,
-        "default_num_inference_steps": steps,
-        "max_num_inference_steps": max(MAX_STEPS, steps),
-        "guidance_argument": argument,
-        "default_guidance_scale": None if argument is None else scale,
-        "default_negative_prompt": negative,
-        "call_arguments": given,
-    }
-    sizes = _SizeProbe(pipeline, fields)
-    if width is None or height is None:
-        width, height = sizes.picture(None, None)
-    return ModelLimits(
-        **fields,
-        default_width=width,
-        default_height=height,
-        size_multiple=sizes.multiple(width, height),
-        max_width=2 * width,
-        max_height=2 * height,
-    )
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """A model's own serving defaults: call arguments of its pipeline, and the prompt to warm up with."""
-    path = folder / GENERATION_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise _refuse("source", f"{GENERATION_CONFIG} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise _refuse("source", f"{GENERATION_CONFIG} is not a JSON object")
-    return config
-
-
-def _guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
-    """The call argument that a request's ``guidance_scale`` means.
-
-    Pipelines with both arguments (FLUX, Qwen-Image) read ``guidance_scale`` only when the transformer has a guidance
-    embedding; without one, guidance is classifier-free and called ``true_cfg_scale``.
-    """
-    if "true_cfg_scale" in call:
-        config = json.loads((pipeline.folder / "transformer" / "config.json").read_text())
-        if not config.get("guidance_embeds", False):
-            return "true_cfg_scale"
-    return "guidance_scale" if "guidance_scale" in call else None
-
-
-class _SizeProbe:
-    """Finds out by dry runs which picture sizes a pipeline really makes."""
-
-    def __init__(self, pipeline: PipelineFolder, fields: dict[str, Any]) -> None:
-        self._runs = _DryRuns(pipeline)
-        self._fields = fields
-
-    def picture(self, width: int | None, height: int | None) -> tuple[int, int]:
-        """The (width, height) that comes out when ``width`` and ``height`` are asked for; None is the default."""
-        limits = ModelLimits(
-            **self._fields,
-            default_width=width or 1,
-            default_height=height or 1,
-            size_multiple=1,
-            max_width=width or 1,
-            max_height=height or 1,
-        )
-        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": 1})
-        arguments = seams.call_arguments(self._runs.encode, limits, settings)
-        arguments.update(width=width, height=height)
-        try:
-            image = self._runs.decode_shape(self._runs.denoise_all(arguments))
-        except DiffusionError as error:
-            if error.status is Status.INVALID_ARG:  # check_inputs refuses this size
-                return 0, 0
-            raise
-        return image[-1], image[-2]
-
-    def multiple(self, width: int, height: int) -> int:
-        """The smallest step by which both sides may grow and still come out as asked."""
-        for step in SIZE_MULTIPLES:
-            fits = width % step == 0 and height % step == 0
-            if fits and self.picture(width + step, height + step) == (width + step, height + step):
-                return step
-        raise _refuse("source", f"the pipeline makes no picture of {width}x{height} or a little more")
-
-
-class _DryRuns:
-    """The three stages of a pipeline without weights."""
-
-    def __init__(self, pipeline: PipelineFolder) -> None:
-        self.encode, self._denoise, self._decode = (
-            loading.load_dry(pipeline, stage, methods=seams.STAND_IN_METHODS) for stage in Stage
-        )
-
-    def record(self, arguments: dict[str, Any]) -> list[conditioning.Call]:
-        return seams.record(self.encode, dict(arguments))
-
-    def denoise_all(self, arguments: dict[str, Any]) -> seams.Denoised:
-        return seams.replay(self._denoise, self.record(arguments), _fresh_generator(arguments), seed=0)
-
-    def decode_shape(self, denoised: seams.Denoised) -> tuple[int, ...]:
-        vae = self._decode.vae
-        image = vae.decode(denoised.latents, return_dict=False, **denoised.decode_arguments)[0]
-        return tuple(image.shape)
-
-
-def _fresh_generator(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**arguments, "generator": torch.Generator("cpu").manual_seed(0)}
-
-
-def _files(name: str, limits: ModelLimits, pipeline: PipelineFolder) -> dict[str, bytes]:
+def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup) -> dict[str, bytes]:
     """Every file of the four models, by its path in the repository."""
-    runs = _DryRuns(pipeline)
-    settings = resolve(
-        limits,
-        limits.default_prompt,
-        None,
-        {"seed": 0, "num_inference_steps": WARMUP_STEPS, "quality": "auto"},
-    )
-    arguments = seams.call_arguments(runs.encode, limits, settings)
-    calls = runs.record(arguments)
-    denoised = runs.denoise_all(_fresh_generator(arguments))
-    shape = tuple(denoised.latents.shape[1:])
-    blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0))
-
-    encode, denoise, vae_decode = (f"{name}_{stage.value}" for stage in Stage)
+    kind = DEVICES[options.device]
+    instances = Instances(options.instances, kind)
+    samples = {
+        Stage.ENCODE: warmup.encode,
+        Stage.DENOISE: warmup.denoise,
+        Stage.VAE_DECODE: warmup.vae_decode,
+    }
+    if not options.warmup:
+        samples = {stage: [] for stage in Stage}
+    configs = {
+        Stage.ENCODE: config_text.encode(name, limits, instances, samples[Stage.ENCODE]),
+        Stage.DENOISE: config_text.denoise(
+            name, len(warmup.latents_shape), instances, samples[Stage.DENOISE], unary=options.unary
+        ),
+        Stage.VAE_DECODE: config_text.vae_decode(
+            name,
+            warmup.latents_shape,
+            limits.default_width // warmup.latents_shape[-1],
+            kind,
+            samples[Stage.VAE_DECODE],
+        ),
+    }
     files = {
         f"{name}/{CONFIG_FILE}": config_text.ensemble(name, limits).encode(),
         f"{name}/1/.gitkeep": b"",
-        f"{encode}/{CONFIG_FILE}": config_text.encode(name, limits).encode(),
-        f"{encode}/warmup/prompt": _bytes_element(limits.default_prompt),
-        f"{denoise}/{CONFIG_FILE}": config_text.denoise(name, len(blob), len(shape)).encode(),
-        f"{denoise}/warmup/conditioning": blob,
-        f"{vae_decode}/{CONFIG_FILE}": config_text.vae_decode(name, shape, WARMUP_QUALITIES).encode(),
     }
-    if limits.takes_negative_prompt:
-        files[f"{encode}/warmup/negative_prompt"] = _bytes_element(limits.default_negative_prompt or "")
-    for quality in WARMUP_QUALITIES:
-        text = _decode_settings(settings, quality, denoised).model_dump_json()
-        files[f"{vae_decode}/warmup/settings_{quality}"] = _bytes_element(text)
-    for stage in Stage:
-        files[f"{name}_{stage.value}/1/model.py"] = (
+    for stage, config in configs.items():
+        folder = f"{name}_{stage.value}"
+        files[f"{folder}/{CONFIG_FILE}"] = config.encode()
+        files[f"{folder}/1/model.py"] = (
             f"from diffusion_backend.stages.{stage.value} import TritonPythonModel  # noqa: F401\n".encode()
         )
+        for sample in samples[stage]:
+            for tensor_name, tensor in sample.inputs.items():
+                if tensor.data is not None:
+                    files[f"{folder}/warmup/{sample.name}.{tensor_name}"] = tensor.data
     return files
-
-
-def _decode_settings(settings: Settings, quality: str, denoised: seams.Denoised) -> DecodeSettings:
-    return DecodeSettings(
-        width=settings.width,
-        height=settings.height,
-        quality=quality,
-        seed=settings.seed,
-        guidance_scale=settings.guidance_scale,
-        num_inference_steps=settings.num_inference_steps,
-        step=settings.num_inference_steps,
-        is_final=True,
-        decode_arguments=denoised.decode_arguments,
-        timings={},
-    )
-
-
-def _bytes_element(text: str) -> bytes:
-    """One BYTES element as Triton's input_data_file wants it: little-endian length, then the bytes."""
-    data = text.encode()
-    return struct.pack("<I", len(data)) + data
 
 
 def _stage_folders(repository: Path, name: str) -> list[Path]:
     return [repository / f"{name}_{stage.value}" for stage in Stage]
 
 
-def _remove_stale(repository: Path, name: str, wanted: set[str]) -> list[Change]:
-    """Delete files of an earlier ``add`` that this one does not write (warmup files, above all)."""
-    changes = []
-    for folder in _stage_folders(repository, name):
-        for path in sorted(folder.rglob("*")):
-            relative = path.relative_to(repository)
-            if path.is_file() and "__pycache__" not in relative.parts and str(relative) not in wanted:
-                path.unlink()
-                changes.append(Change(relative, "removed"))
-    return changes
-
-
-def _install(staging: Path, repository: Path, wanted: set[str]) -> list[Change]:
-    changes = []
-    for relative in sorted(wanted):
-        new, target = staging / relative, repository / relative
-        if not target.exists():
-            what = "created"
-        elif target.read_bytes() == new.read_bytes():
-            what = "unchanged"
-        else:
-            what = "updated"
-        if what != "unchanged":
+def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Change]:
+    """Write the files by way of a folder beside them, so that a failure leaves the repository as it was."""
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable(f"{repository} cannot be a model repository: {error.strerror}", "repository") from None
+    with tempfile.TemporaryDirectory(dir=repository, prefix=".add-") as staging:
+        for path, content in files.items():
+            target = Path(staging) / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(new, target)
-        changes.append(Change(Path(relative), what))
-    return changes
+            target.write_bytes(content)
+        changes = [
+            Change(Path(relative), _move(Path(staging) / relative, repository / relative))
+            for relative in sorted(files)
+        ]
+    return [*changes, *_remove(repository, name, keep=set(files))]
 
 
-def _refuse(param: str, message: str) -> DiffusionError:
-    return DiffusionError(message, param=param, code="unusable_source", status=Status.INVALID_ARG)
+def _move(new: Path, target: Path) -> str:
+    if target.exists() and target.read_bytes() == new.read_bytes():
+        return "unchanged"
+    what = "updated" if target.exists() else "created"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(new, target)
+    return what
+
+
+def _remove(repository: Path, name: str, *, keep: set[str]) -> Iterator[Change]:
+    """Delete what an ``add`` wrote and ``keep`` does not name, and the folders that this leaves empty."""
+    ensemble = repository / name
+    ours = [ensemble / CONFIG_FILE, ensemble / "1" / ".gitkeep"]
+    for folder in _stage_folders(repository, name):
+        ours += [folder / CONFIG_FILE, folder / "1" / "model.py"]
+        ours += [path for path in sorted(folder.glob("warmup/*")) if path.is_file()]
+        ours += sorted(folder.glob("1/__pycache__/model.*"))
+    for path in ours:
+        relative = path.relative_to(repository)
+        if not path.exists() or str(relative) in keep:
+            continue
+        path.unlink()
+        if path.suffix != ".pyc":
+            yield Change(relative, "removed")
+    for folder in (ensemble, *_stage_folders(repository, name)):
+        _remove_empty(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir():
+        for child in folder.iterdir():
+            _remove_empty(child)
+        if not any(folder.iterdir()):
+            folder.rmdir()

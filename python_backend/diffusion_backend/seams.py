@@ -6,8 +6,8 @@
   loop runs, and the VAE is a stand-in whose ``decode`` takes the final latents and ends the run.
 - **vae_decode** decodes those latents and applies the pipeline's own post-processor.
 
-Nothing here knows a pipeline family. Both runs draw from generators seeded alike, so the result is bit-identical to
-the unsplit pipeline.
+Nothing here knows a pipeline family; ``oddities`` holds what cannot be repeated as it stands. Both runs draw from
+generators seeded alike, so the result is bit-identical to the unsplit pipeline.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import ConfigMixin, DiffusionPipeline
+from torch import nn
 
+from diffusion_backend import loading, oddities, values
 from diffusion_backend.conditioning import Call
 from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
 from diffusion_backend.settings import ModelLimits, Settings
 from diffusion_backend.standins import Method
-
-# The pipeline methods whose results travel from encode to denoise.
-RECORDED = ("encode_prompt", "encode_image")
 
 
 class EncodingDone(BaseException):
@@ -46,7 +46,10 @@ class DenoisingDone(BaseException):
 
 @dataclass(frozen=True)
 class Denoised:
-    """What vae_decode needs: float32 latents as ``vae.decode`` takes them, [1, C, H, W], and its other arguments."""
+    """What vae_decode needs: float32 latents as ``vae.decode`` takes them, [1, C, ...], and its other arguments.
+
+    The arguments are JSON, as ``values.to_json`` writes them: they go to the next stage as text.
+    """
 
     latents: torch.Tensor
     decode_arguments: dict[str, Any]
@@ -56,14 +59,16 @@ def end_encoding(_self: Any, *_args: Any, **_kwargs: Any) -> None:
     raise EncodingDone
 
 
-def end_denoising(_self: Any, z: torch.Tensor, **arguments: Any) -> None:
-    arguments.pop("return_dict", None)
-    raise DenoisingDone(z, arguments)
+def end_denoising(vae: Any, *args: Any, **kwargs: Any) -> None:
+    # A stand-in's class is derived from the real one, whose signature names the arguments.
+    real: Any = type(vae).__mro__[1]
+    _, (_, latents), *others = inspect.signature(real.decode).bind(vae, *args, **kwargs).arguments.items()
+    raise DenoisingDone(latents, {name: value for name, value in others if name != "return_dict"})
 
 
-def _must_not_run(_self: Any, *_args: Any, **_kwargs: Any) -> None:
+def _must_not_run(component: Any, *_args: Any, **_kwargs: Any) -> None:
     raise DiffusionError(
-        "this pipeline calls a component of another stage directly, so it cannot be split",
+        f"it uses its {type(component).__name__} outside the stage that holds it, so it cannot be split",
         code="unsplittable",
     )
 
@@ -88,6 +93,7 @@ def call_arguments(pipe: DiffusionPipeline, limits: ModelLimits, settings: Setti
         "num_inference_steps": settings.num_inference_steps,
         "generator": torch.Generator("cpu").manual_seed(settings.seed),
         "output_type": "pt",
+        **oddities.call_arguments(type(pipe), settings.width, settings.height),
         **limits.call_arguments,
     }
     if limits.takes_negative_prompt:
@@ -111,43 +117,63 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
     """
     run = _private_copy(pipe)
     calls: list[Call] = []
+    inside = False  # a recorded call: what it calls in turn is not replayed
 
-    def recorder(name: str, method: Any) -> Any:
+    def recorder(name: str, method: Method) -> Method:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
+            nonlocal inside
+            if inside:
+                return method(*args, **kwargs)
+            inside, before = True, _random_state(arguments)
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                inside = False
+            if _random_state(arguments) != before:
+                raise DiffusionError(
+                    f"its {name} draws random numbers, which a replay would not: it cannot be split",
+                    code="unsplittable",
+                )
             calls.append(Call(name, result))
             return result
 
         return recorded
 
-    for name in RECORDED:
-        if hasattr(run, name):
-            setattr(run, name, recorder(name, getattr(run, name)))
+    _replace_encoding_methods(run, recorder)
     _blame_the_client(run)
     try:
         with torch.no_grad():
             run(**arguments)
     except EncodingDone:
         return calls
-    raise DiffusionError("the pipeline ended without calling its denoiser", code="unsplittable")
+    except DenoisingDone:
+        raise DiffusionError(
+            "it decodes before it denoises, so it cannot be split", code="unsplittable"
+        ) from None
+    raise DiffusionError("it ended without calling its denoiser, so it cannot be split", code="unsplittable")
 
 
-def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any], seed: int) -> Denoised:
+def replay(
+    pipe: DiffusionPipeline,
+    calls: list[Call],
+    arguments: dict[str, Any],
+    seed: int,
+    recorded_dtype: torch.dtype | None = None,
+) -> Denoised:
     """Run the pipeline's denoising loop on recorded encoder results.
+
+    ``recorded_dtype`` is what the encoders computed in, if not in their own dtype: tensors of it are turned to the
+    denoiser's (encoders on a CPU before a denoiser on a GPU; warmup files).
 
     Raises:
         DiffusionError: the calls do not fit the pipeline, or the result is not finite.
     """
     run = _private_copy(pipe)
-    waiting: dict[str, deque[Any]] = {name: deque() for name in RECORDED}
-    for call in calls:
-        if call.name not in waiting:
-            raise invalid(
-                "conditioning", f"'conditioning' holds a call of {call.name!r}, which is not replayed"
-            )
-        waiting[call.name].append(_to_device(call.result, run.device))
+    waiting: dict[str, deque[Any]] = {}
 
-    def replayer(name: str) -> Any:
+    def replayer(name: str, _method: Method) -> Method:
+        waiting[name] = deque()
+
         def replayed(*_args: Any, **_kwargs: Any) -> Any:
             if not waiting[name]:
                 raise invalid("conditioning", f"'conditioning' lacks a result of {name}")
@@ -155,49 +181,120 @@ def replay(pipe: DiffusionPipeline, calls: list[Call], arguments: dict[str, Any]
 
         return replayed
 
-    for name in RECORDED:
-        if hasattr(run, name):
-            setattr(run, name, replayer(name))
+    _replace_encoding_methods(run, replayer)
+    compute_dtype = loading.denoiser_dtype(pipe)
+
+    def arrive(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(run.device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
+
+    for call in calls:
+        if call.name not in waiting:
+            raise invalid(
+                "conditioning", f"'conditioning' holds a call of {call.name!r}, which is not replayed"
+            )
+        waiting[call.name].append(values.map_tensors(call.result, arrive))
     # Some pipelines call scheduler.step without the generator: the global one is seeded too.
     torch.manual_seed(seed)
+    dtype = pipe.vae.dtype
     try:
         with torch.no_grad():
             run(**arguments)
     except DenoisingDone as done:
+        if any(waiting.values()):
+            raise invalid(
+                "conditioning", "'conditioning' holds more results than the pipeline asked for"
+            ) from None
         latents = done.latents.float()
         if not torch.isfinite(latents).all():
             raise DiffusionError(
                 "the model computed latents that are not finite; another seed, prompt or guidance_scale may work",
                 code="non_finite_latents",
             ) from None
-        return Denoised(latents, done.arguments)
-    raise DiffusionError("the pipeline ended without decoding", code="unsplittable")
+        return Denoised(latents, {name: values.to_json(value) for name, value in done.arguments.items()})
+    finally:
+        # Some pipelines turn a float16 VAE to float32 before they decode, and back afterwards, which they don't reach.
+        if pipe.vae.dtype != dtype:
+            pipe.vae.to(dtype)
+    raise DiffusionError("it ended without decoding, so it cannot be split", code="unsplittable")
 
 
-def decode(pipe: DiffusionPipeline, latents: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-    """Pictures from latents [B, C, H, W]: uint8 [B, H, W, 3] on the CPU, by the untouched VAE and post-processor.
+def decode(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]) -> torch.Tensor:
+    """Pictures from latents [B, C, H, W], or clips from latents [B, C, F, H, W]: uint8 [B, (F,) H, W, 3] on the CPU.
 
     Raises:
-        DiffusionError: the pictures are not finite.
+        DiffusionError: the pictures are not finite, or the arguments are none of ``replay``'s.
     """
-    with torch.no_grad():
-        z = latents.to(pipe.device, pipe.vae.dtype)
-        image = pipe.vae.decode(z, return_dict=False, **arguments)[0]
-        if not torch.isfinite(image).all():
-            raise DiffusionError("the VAE computed a picture that is not finite", code="non_finite_image")
-        image = pipe.image_processor.postprocess(image, output_type="pt")
-        # As VaeImageProcessor.numpy_to_pil rounds.
-        pictures: torch.Tensor = (
-            (image.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+    # As VaeImageProcessor.numpy_to_pil rounds.
+    pixels = (decode_floats(pipe, latents, decode_arguments).float() * 255).round().to(torch.uint8)
+    return pixels.movedim(-3, -1).contiguous().cpu()
+
+
+def decode_floats(
+    pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]
+) -> torch.Tensor:
+    """``decode`` before it rounds: values from 0 to 1, [B, (F,) 3, H, W], by the untouched VAE and post-processor."""
+    z = latents.to(pipe.device, pipe.vae.dtype)
+    unknown = set(decode_arguments) - set(list(inspect.signature(pipe.vae.decode).parameters)[1:])
+    if unknown or "return_dict" in decode_arguments:
+        raise invalid(
+            "settings", f"'settings' has decode_arguments that the VAE does not take: {sorted(unknown)}"
         )
-        return pictures
+    arguments = {
+        name: values.map_tensors(value, lambda tensor: tensor.to(z.device))
+        for name, value in read_decode_arguments(decode_arguments).items()
+    }
+    with torch.no_grad():
+        decoded = pipe.vae.decode(z, return_dict=False, **arguments)[0]
+        if not torch.isfinite(decoded).all():
+            raise DiffusionError("the VAE computed a picture that is not finite", code="non_finite_image")
+        if makes_video(pipe):
+            clip: torch.Tensor = pipe.video_processor.postprocess_video(decoded, output_type="pt")
+            return clip
+        image: torch.Tensor = pipe.image_processor.postprocess(oddities.picture(decoded), output_type="pt")
+        return image
+
+
+def read_decode_arguments(decode_arguments: dict[str, Any]) -> dict[str, Any]:
+    """``Denoised.decode_arguments`` as ``vae.decode`` takes them.
+
+    Raises:
+        DiffusionError: INVALID_ARG when they are none of ``replay``'s.
+    """
+    try:
+        return {name: values.from_json(value) for name, value in decode_arguments.items()}
+    except values.MALFORMED as error:
+        raise invalid("settings", f"'settings' has decode_arguments that nobody wrote: {error}") from None
+
+
+def makes_video(pipe: DiffusionPipeline) -> bool:
+    """Whether clips come out: pipelines that make them have a post-processor for them."""
+    return hasattr(pipe, "video_processor")
 
 
 def _private_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """Pipelines keep the state of a call on self, and schedulers theirs: each run has its own of both."""
+    """Pipelines keep the state of a call on self; schedulers, guiders and processors keep theirs: one of each a run.
+
+    The models are shared, but for the VAE's own object, on which ``encode`` is replaced.
+    """
     run = copy.copy(pipe)
-    run.scheduler = copy.deepcopy(pipe.scheduler)
+    for name, part in vars(pipe).items():
+        if isinstance(part, ConfigMixin) and not isinstance(part, nn.Module):
+            vars(run)[name] = copy.deepcopy(part)
+    vars(run)["vae"] = copy.copy(pipe.vae)
     return run
+
+
+def _replace_encoding_methods(run: DiffusionPipeline, replacement: Callable[[str, Method], Method]) -> None:
+    """Put ``replacement(name, method)`` in the place of every method whose results travel from encode to denoise."""
+    for name in dir(type(run)):
+        if name.startswith("encode_"):
+            setattr(run, name, replacement(name, getattr(run, name)))
+    run.vae.encode = replacement("vae.encode", run.vae.encode)
+
+
+def _random_state(arguments: dict[str, Any]) -> bytes:
+    states = (arguments["generator"].get_state(), torch.get_rng_state())
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def _blame_the_client(run: DiffusionPipeline) -> None:
@@ -215,13 +312,3 @@ def _blame_the_client(run: DiffusionPipeline) -> None:
             ) from None
 
     run.check_inputs = checked
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    return value

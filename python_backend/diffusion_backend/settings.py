@@ -9,16 +9,15 @@ them, since a direct client can forge a stage's input. Nothing here imports torc
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from diffusion_backend.errors import invalid, show
-from diffusion_backend.quality import QUALITIES, Tier, resolve_tier
+from diffusion_backend.errors import DiffusionError, invalid, show
+from diffusion_backend.quality import Tier, resolve_tier
 
 MAX_PROMPT_CHARACTERS = 32_000
 MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back exactly
@@ -27,27 +26,27 @@ MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back ex
 class ModelLimits(BaseModel):
     """What one model is and accepts: the parameters of its ensemble.
 
-    All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below.
+    All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below. Sizes are in pixels.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     source: str
     pipeline_class: str
     task: str
     created: int
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     default_prompt: str
-    default_width: int
-    default_height: int
-    size_multiple: int
+    default_width: int = Field(gt=0)
+    default_height: int = Field(gt=0)
+    size_multiple: int = Field(gt=0)
     max_width: int
     max_height: int
-    default_num_inference_steps: int
+    default_num_inference_steps: int = Field(gt=0)
     max_num_inference_steps: int
     guidance_argument: str | None = None
     default_guidance_scale: float | None = None
-    max_guidance_scale: float = 100.0
+    max_guidance_scale: float = Field(100.0, ge=0)
     default_negative_prompt: str | None = None
     default_quality: Tier = Tier.LOSSLESS
     call_arguments: dict[str, Any] = Field(default_factory=dict)
@@ -57,14 +56,52 @@ class ModelLimits(BaseModel):
     def _parse_json(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _check_defaults(self) -> Self:
+        """The defaults are requests that the limits allow."""
+        check(
+            self,
+            {
+                "prompt": self.default_prompt,
+                "negative_prompt": self.default_negative_prompt,
+                "width": self.default_width,
+                "height": self.default_height,
+                "num_inference_steps": self.default_num_inference_steps,
+                "guidance_scale": self.default_guidance_scale,
+                "seed": 0,
+                "quality": "auto",
+            },
+        )
+        return self
+
     @property
     def hub_id(self) -> str | None:
         """The source when it is a hub id (``org/name``); None for a local folder, which is nobody else's business."""
         return None if self.source.startswith((".", "/")) else self.source
 
     @property
+    def takes_image(self) -> bool:
+        return self.task.startswith("image-")
+
+    @property
     def takes_negative_prompt(self) -> bool:
         return self.default_negative_prompt is not None
+
+
+def parse_limits(parameters: Mapping[str, object]) -> ModelLimits:
+    """The limits that an ensemble's parameters state.
+
+    Raises:
+        ValueError: what is wrong with the first parameter that is, in one line.
+    """
+    try:
+        return ModelLimits.model_validate(dict(parameters))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"parameter {name!r} is {show(first['input'])}: {first['msg']}") from None
+    except DiffusionError as error:
+        raise ValueError(f"its defaults are outside its limits: {error.message}") from None
 
 
 class Settings(BaseModel):
@@ -138,9 +175,10 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         ),
         guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
-        quality=str(fields["quality"]),
+        quality="auto" if fields["quality"] is None else str(fields["quality"]),
     )
-    if settings.negative_prompt != limits.default_negative_prompt and (settings.guidance_scale or 0) <= 1:
+    unguided = settings.guidance_scale is not None and settings.guidance_scale <= 1
+    if settings.negative_prompt != limits.default_negative_prompt and unguided:
         raise invalid(
             "negative_prompt",
             f"'negative_prompt' has no effect with guidance_scale {settings.guidance_scale}; "
@@ -170,7 +208,7 @@ def parse_size(size: object, limits: ModelLimits) -> tuple[int, int]:
             "size",
             f"'size' is {show(size)}; allowed: 'auto' ({limits.default_width}x{limits.default_height}) or "
             f"'WIDTHxHEIGHT', both multiples of {limits.size_multiple}, "
-            f"at most {limits.max_width}x{limits.max_height}",
+            f"at least {limits.size_multiple}x{limits.size_multiple}, at most {limits.max_width}x{limits.max_height}",
             "invalid_size",
         ) from None
     return width, height
@@ -189,6 +227,8 @@ def check_prompt(prompt: object, param: str = "prompt") -> str:
 
 
 def _text(value: object, param: str) -> str:
+    if value is None:
+        raise invalid(param, f"'{param}' is missing; allowed: a string", "missing")
     if not isinstance(value, str):
         raise invalid(param, f"'{param}' is {show(value)}; allowed: a string")
     if len(value) > MAX_PROMPT_CHARACTERS:
@@ -226,15 +266,12 @@ def _guidance_scale(limits: ModelLimits, value: object) -> float | None:
             )
         return None
     largest = limits.max_guidance_scale
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        ok = False
-    else:
-        ok = 0 <= value <= largest
-    if not ok:
+    # NaN is in no range, and an int of any size compares.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
         raise invalid(
             "guidance_scale", f"'guidance_scale' is {show(value)}; allowed: numbers from 0 to {largest:g}"
         )
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -251,6 +288,3 @@ def _side(name: str, value: object, multiple: int, largest: int) -> int:
             "invalid_size",
         )
     return value
-
-
-__all__ = ["QUALITIES", "ModelLimits", "Settings", "check", "check_prompt", "parse_size", "resolve"]

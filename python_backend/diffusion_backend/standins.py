@@ -8,7 +8,7 @@ is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from safetensors import safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from diffusion_backend.oddities import transformers_config
 
 Method = Callable[..., Any]
 
@@ -34,43 +36,97 @@ def build_stand_in(
     """An instance of ``cls`` from the configuration in ``folder`` that claims ``device`` and ``dtype``.
 
     ``methods`` replace the class's own (``forward``, ``decode``, ...); each takes the stand-in as its first argument.
-    Buffers are real: some pipelines read them (FLUX.2 normalises with the VAE's batch norm).
+    Buffers are real: some pipelines read them (FLUX.2 normalises with the VAE's batch norm). The device is claimed,
+    but the dtype is the parameters' own: some pipelines change a component's dtype and read it back.
     """
     with init_empty_weights(include_buffers=False):
         module = _from_config(cls, folder).to(dtype).eval()
     _load_buffers(module, folder)
     namespace: dict[str, Any] = {
+        # Libraries look up what they know of a class by its name.
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
         "device": property(lambda _: device),
-        "dtype": property(lambda _: dtype),
-        "to": lambda self, *_args, **_kwargs: self,
+        "to": _change_dtype,
         **(methods or {}),
     }
     module.__class__ = type(cls.__name__, (cls,), namespace)
     return module
 
 
+def _change_dtype(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """``module.to(...)`` without the device."""
+    for dtype in (*args, *kwargs.values()):
+        if isinstance(dtype, torch.dtype):
+            nn.Module.to(module, dtype=dtype)
+    return module
+
+
 def dry_methods(cls: type[nn.Module]) -> dict[str, Method]:
     """``forward`` and, for a VAE, ``decode`` that compute shapes and dtypes only.
 
-    They take real CPU tensors and return real zeros: the class's own code runs under a FakeTensorMode, so no weights
-    are needed and nothing is calculated.
+    They take real CPU tensors and return real ones, not zeros: these would end in 0 / 0 where a pipeline normalises.
+    The class's own code runs with parameters that have no memory: what depends on them is not calculated, only its
+    shape is. What does not (masks, position ids) is, for that code may go by its values.
     """
     return {name: _dry(getattr(cls, name)) for name in ("forward", "decode") if hasattr(cls, name)}
 
 
+class _DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fakes what any fake tensor goes into; calculates the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        # The shape of what a mask selects depends on its values: real ones are looked up here.
+        if func in _INDEXING:
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the CPU of the shape and dtype of a meta tensor."""
+        return self.fake_tensor_converter.from_meta_and_device(self, tensor, torch.device("cpu"))
+
+
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
+
+def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same indices with each boolean mask as the positions of its true values."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+            positions.extend(index.nonzero().unbind(1))
+        else:
+            positions.append(index)
+    return positions
+
+
 def _dry(method: Method) -> Method:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            weights = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in [*self.named_parameters(), *self.named_buffers()]
-            }
-            inputs = tree_map(
-                lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-            )
-            outputs = functional_call(_Method(self, method), _prefixed(weights), inputs[0], inputs[1])
+        mode = _DryMode()
+        weights = {
+            f"module.{name}": mode.fake(parameter.detach()) for name, parameter in self.named_parameters()
+        }
+        with mode:
+            outputs = functional_call(_Method(self, method), weights, args, kwargs)
         return tree_map(
-            lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x, outputs
+            lambda x: torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x, outputs
         )
 
     return run
@@ -88,14 +144,10 @@ class _Method(nn.Module):
         return self._method(self.module, *args, **kwargs)
 
 
-def _prefixed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"module.{name}": tensor for name, tensor in weights.items()}
-
-
 def _from_config(cls: Any, folder: Path) -> nn.Module:
     if hasattr(cls, "load_config"):  # diffusers
         return cls.from_config(cls.load_config(folder))  # type: ignore[no-any-return]
-    return cls(cls.config_class.from_pretrained(folder))  # type: ignore[no-any-return]  # transformers
+    return cls(transformers_config(cls, folder))  # type: ignore[no-any-return]
 
 
 def _load_buffers(module: nn.Module, folder: Path) -> None:

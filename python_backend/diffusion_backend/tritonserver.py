@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
-from diffusion_backend.model_config import list_ensembles
+from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
+from diffusion_backend.settings import parse_limits
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
@@ -25,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 ADMIN_KEY_HEADER = "admin-key"  # gRPC metadata: triton-grpc-protocol-admin-key
 _REGION_PREFIX = "triton_diffusion"
+_LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -61,22 +63,27 @@ class TritonServer:
         repository: Path,
         *,
         data_dir: Path,
+        address: str = LOOPBACK,
         ports: TritonPorts | None = None,
+        admin_key: str | None = None,
         device: str = "auto",
         exit_timeout: int = 60,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """``exit_timeout``: the seconds that running requests get when it stops; longer ones are lost."""
-        self.repository = repository.resolve()
+        self.repository = repository.absolute()
         self.models = _ensembles(self.repository)
         self.ports = ports or TritonPorts.free()
         self.data_dir = data_dir.resolve()
-        self.admin_key = secrets.token_urlsafe(32)
+        self.admin_key = admin_key or secrets.token_urlsafe(32)
         self.regions = _region_prefix()
+        self._address = address
         self._program, self._backends = find_tritonserver()
-        self._exit_timeout = exit_timeout
+        self.exit_timeout = exit_timeout
         self._environment = {**_environment(device), **(environment or {})}
         self._process: ManagedProcess | None = None
+        self._to_load = set(self.models)
+        self._requests_lost = False
 
     @property
     def grpc_url(self) -> str:
@@ -105,15 +112,28 @@ class TritonServer:
         """Start it; it is not ready yet."""
         remove_stale_regions()
         self._write_admin_key()
+        self._requests_lost = False
         self._process = ManagedProcess(
             "tritonserver",
             self._command(),
             log=self.log,
             environment=self._environment,
             # A little more than it gives itself.
-            patience=self._exit_timeout + 10,
+            patience=self.exit_timeout + 10,
             regions=self.regions,
         )
+
+    def note_lost_requests(self) -> None:
+        """A stub has died. Triton counts the requests that it was at as running, for ever."""
+        self._requests_lost = True
+
+    def load_next_time(self, models: set[str]) -> None:
+        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
+        self._to_load = models
+
+    def replace_this_process(self) -> NoReturn:
+        """Become tritonserver, without a log file and a guard: for a container, which has its own of both."""
+        os.execve(self._program, self._command(), self._environment)
 
     def is_ready(self) -> bool:
         """Whether every model is loaded and warm."""
@@ -148,6 +168,11 @@ class TritonServer:
         """Stop it with all its stubs; returns whether it ended in order. Without a start: nothing to do."""
         if self._process is None:
             return True
+        if self._requests_lost:
+            # It would wait for them until its exit timeout, and then end with an error.
+            end = time.monotonic() + _LOST_REQUESTS_PATIENCE_SECONDS
+            self._process.stop(lambda: hurry() or time.monotonic() > end)
+            return True
         return self._process.stop(hurry)
 
     def __enter__(self) -> Self:
@@ -170,16 +195,16 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self.models),
+            *(f"--load-model={model}" for model in sorted(self._to_load)),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
-            f"--exit-timeout-secs={self._exit_timeout}",
-            f"--http-address={LOOPBACK}",
+            f"--exit-timeout-secs={self.exit_timeout}",
+            f"--http-address={self._address}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={LOOPBACK}",
+            f"--grpc-address={self._address}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={LOOPBACK}",
+            f"--metrics-address={self._address}",
             f"--metrics-port={self.ports.metrics}",
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
@@ -253,18 +278,37 @@ def _start_time(pid: int) -> int | None:
 def _ensembles(repository: Path) -> list[str]:
     if not repository.is_dir():
         raise LaunchError(f"there is no model repository {repository}: see --model-repository")
+    if not re.fullmatch(r"[!-~]+", str(repository)):
+        raise LaunchError(
+            f"tritonserver's Python backend takes no path with spaces or beyond ASCII, as {str(repository)!r} is: "
+            "move the model repository, or name it by a link (--model-repository)"
+        )
     try:
         models = list_ensembles(repository)
-    except ValueError as error:
+        for model in models:
+            parameters = read_model_config(repository / model).parameters
+            if "pipeline_class" in parameters:
+                _check_limits(repository / model, parameters)
+    except (OSError, ValueError) as error:
         raise LaunchError(f"not a valid model configuration: {error}") from None
     if not models:
         raise LaunchError(f"{repository} has no ensemble: put a model into it with triton-diffusion add")
     return models
 
 
+def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
+    try:
+        parse_limits(parameters)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
+
+
 def _environment(device: str) -> dict[str, str]:
     """The environment of tritonserver, and so of its Python stubs."""
-    environment = {**_KEEP_MEMORY, **os.environ, "TRITON_DIFFUSION_DEVICE": device}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_ADAPTER_")}
+    # Not on a GPU machine: weights pass through the host's heap there, and would stay in it.
+    memory = {} if Path("/dev/nvidiactl").exists() and device != "cpu" else _KEEP_MEMORY
+    environment = {**memory, **own, "TRITON_DIFFUSION_DEVICE": device}
     # A stub runs the first python3 on PATH, with that environment's packages.
     _prepend(environment, "PATH", Path(sys.executable).parent)
     library = python_library_folder()

@@ -68,3 +68,15 @@ def test_bad_values(bad: dict[str, object]) -> None:
 def test_media_store_url(tmp_path: Path) -> None:
     assert Settings(data_dir=tmp_path).media_store_url == f"file://{tmp_path}/media"
     assert Settings(media_url="memory://m").media_store_url == "memory://m"
+
+
+def test_secrets_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openai_adapter_api_keys").write_text("one,two\n")
+    (tmp_path / "openai_adapter_triton_admin_key").write_text("from-file\n")
+    (tmp_path / "anything-else").write_text("of others\n")
+    monkeypatch.setenv("OPENAI_ADAPTER_SECRETS_DIR", str(tmp_path))
+    monkeypatch.setenv("OPENAI_ADAPTER_TRITON_ADMIN_KEY", "from-environment")
+    settings = Settings(host="0.0.0.0")
+    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
+    assert settings.triton_admin_key is not None
+    assert settings.triton_admin_key.get_secret_value() == "from-environment"

@@ -14,7 +14,7 @@ from test_registry import LIMITS
 
 SURROGATE = "a\ud800"
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": None}, "prompt", "missing"),
     ({"prompt": 1}, "prompt", "invalid_value"),
     ({"prompt": ""}, "prompt", "empty_prompt"),
     ({"prompt": " \n\u3000"}, "prompt", "empty_prompt"),

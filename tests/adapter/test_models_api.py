@@ -43,6 +43,18 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     assert "num_gpus" not in card
 
 
+def test_card_has_what_each_stage_loaded(client: openai.OpenAI) -> None:
+    stages = client.models.retrieve(MODEL).model_dump()["stages"]
+    assert list(stages) == [f"{MODEL}_{stage}" for stage in ("encode", "denoise", "vae_decode")]
+    for facts in stages.values():
+        assert set(facts) == {"device", "bytes_loaded", "components"}
+        assert facts["device"] == "cpu"
+        assert facts["bytes_loaded"] == sum(part["bytes"] for part in facts["components"].values())
+    assert stages[f"{MODEL}_vae_decode"]["components"] == {
+        "vae": {"class": "AutoencoderKL", "dtype": "float32", "bytes": 5799292}
+    }
+
+
 def test_a_local_source_stays_private(server: RunningServer, limits: ModelLimits) -> None:
     """It is no hub id: not shown, and not a name to ask by."""
     assert limits.source == "./pipeline"

@@ -65,6 +65,6 @@ def test_not_ready() -> None:
 
 
 def test_described_are_known_models_by_name() -> None:
-    assert [name for name, _ in registry(TWO, UNSEEN, ONE).described()] == ["one", "two"]
+    assert [model.name for model in registry(TWO, UNSEEN, ONE).described()] == ["one", "two"]
     with pytest.raises(ApiError):
         Registry().described()

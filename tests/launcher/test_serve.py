@@ -2,114 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from diffusion_backend.guard import SHARED_MEMORY, group_members
-from diffusion_backend.processes import LaunchError, check_port, free_ports
+from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.tritonserver import TritonServer, remove_stale_regions
+from serving import SERVE, Launched, launch, serve_arguments
 from waiting import wait_for
-
-SERVE = [str(Path(sys.executable).with_name("triton-diffusion")), "serve"]
-START_SECONDS = 200
-
-
-@dataclass
-class Launched:
-    """A ``serve`` that is ready."""
-
-    process: subprocess.Popen[str]
-    ports: list[int]
-    data_dir: Path
-    output: str
-    groups: list[int]
-
-    def regions(self) -> list[Path]:
-        return list(SHARED_MEMORY.glob(f"triton_diffusion_*_{self.process.pid}_*"))
-
-    def assert_nothing_is_left(self) -> None:
-        assert [group_members(group) for group in self.groups] == [[] for _ in self.groups]
-        assert self.regions() == []
-        for port in self.ports:
-            check_port("127.0.0.1", port, host_option="", port_option="")
-
-
-def _arguments(repository: Path, data_dir: Path, ports: list[int]) -> list[str]:
-    names = ("--port", "--http-port", "--grpc-port", "--metrics-port")
-    options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
-    return [*options, f"--model-repository={repository}", f"--data-dir={data_dir}", "--device=cpu"]
 
 
 @pytest.fixture
 def launched(model_repository: Path, tmp_path: Path) -> Iterator[Launched]:
     """A ``serve`` of its own for one test, which may end it as it likes."""
-    ports = free_ports(4)
-    data_dir = tmp_path / "data"
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [*SERVE, *_arguments(model_repository, data_dir, ports)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    try:
-        wait_for(lambda: "ready after" in output.read_text() or process.poll() is not None, START_SECONDS)
-        assert process.poll() is None, output.read_text()
-        # Its children: tritonserver, the adapter, and a guard each.
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        yield Launched(process, ports, data_dir, output.read_text(), [int(child) for child in children])
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(120)
-            process.kill()
-
-
-def _triton_pid(launched: Launched) -> int:
-    return next(group for group in launched.groups if "tritonserver" in _command(group)[0])
-
-
-def _command(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    with launch(model_repository, tmp_path) as started:
+        yield started
 
 
 def test_it_serves_what_it_prints_and_stops_in_order(launched: Launched, tmp_path: Path) -> None:
     # Three stages, at least, have a region each; the admin key is for its owner alone.
     assert len(launched.regions()) >= 3
     assert (launched.data_dir / "admin-key").stat().st_mode & 0o777 == 0o600
-    assert len(launched.groups) == 4
+    groups = launched.groups()
+    assert len(groups) == 4
 
-    command = launched.output[launched.output.index("curl ") :]
+    output = launched.output()
+    command = output[output.index("curl ") :]
     subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, check=True, timeout=120)
     assert (tmp_path / "fox.png").read_bytes().startswith(b"\x89PNG")
 
     launched.process.send_signal(signal.SIGINT)
     assert launched.process.wait(100) == 0
-    launched.assert_nothing_is_left()
-
-
-def test_a_killed_tritonserver_ends_it_with_a_reason(launched: Launched, tmp_path: Path) -> None:
-    os.kill(_triton_pid(launched), signal.SIGKILL)
-    assert launched.process.wait(100) == 1
-    assert "error: tritonserver ended (killed by SIGKILL)" in (tmp_path / "output").read_text()
-    launched.assert_nothing_is_left()
+    launched.assert_nothing_is_left(groups)
 
 
 def test_a_killed_launcher_leaves_nothing(launched: Launched) -> None:
+    groups = launched.groups()
     launched.process.kill()
-    wait_for(lambda: not any(group_members(group) for group in launched.groups), 100)
-    launched.assert_nothing_is_left()
+    wait_for(lambda: not any(group_members(group) for group in groups), 100)
+    launched.assert_nothing_is_left(groups)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +61,7 @@ def test_a_port_in_use_is_said_before_anything_starts(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[index]))
         taken.listen()
-        result = _run(*_arguments(model_repository, tmp_path / "data", ports))
+        result = _run(*serve_arguments(model_repository, tmp_path / "data", ports))
     option = ("--port", "--http-port", "--grpc-port", "--metrics-port")[index]
     assert result.returncode == 1
     assert result.stdout == ""
@@ -135,7 +72,7 @@ def test_a_port_in_use_is_said_before_anything_starts(
 
 def test_one_port_for_two_is_refused(model_repository: Path, tmp_path: Path) -> None:
     one, two, three = free_ports(3)
-    result = _run(*_arguments(model_repository, tmp_path / "data", [one, two, two, three]))
+    result = _run(*serve_arguments(model_repository, tmp_path / "data", [one, two, two, three]))
     assert result.returncode == 1
     assert (
         result.stderr == f"error: --http-port and --grpc-port are both {two}: give each a port of its own\n"
@@ -153,8 +90,8 @@ def test_one_port_for_two_is_refused(model_repository: Path, tmp_path: Path) -> 
         (["--", "more"], "more"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
-    result = _run(*_arguments(tmp_path, tmp_path / "data", free_ports(4)), *arguments)
+def test_wrongserve_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = _run(*serve_arguments(tmp_path, tmp_path / "data", free_ports(4)), *arguments)
     assert result.returncode != 0
     assert words in result.stderr
 
@@ -163,7 +100,7 @@ def test_a_data_folder_belongs_to_one_server(model_repository: Path, tmp_path: P
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        result = _run(*_arguments(model_repository, tmp_path, free_ports(4)))
+        result = _run(*serve_arguments(model_repository, tmp_path, free_ports(4)))
     finally:
         os.close(folder)
     assert result.returncode == 1

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.errors import DiffusionError, invalid
 from diffusion_backend.model_config import read_model_config, resolve_source
-from diffusion_backend.settings import ModelLimits
+from diffusion_backend.settings import ModelLimits, parse_limits
 
 if TYPE_CHECKING:
     import torch
 
+    from diffusion_backend.loading import Stage
+
 logger = logging.getLogger("diffusion_backend")
+
+# With the first as an input, whatever its value, a stage answers the second and does nothing else.
+DESCRIBE = "describe"
+DESCRIPTION = "description"
+_VERSIONS = ("torch", "diffusers", "transformers", "triton-diffusion")
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class StageConfig:
     """What a stage learns from its own and its ensemble's ``config.pbtxt``."""
 
     model: str
+    instance: str
     limits: ModelLimits
     source: str
     device: torch.device
@@ -37,10 +47,11 @@ class StageConfig:
 def tune_process() -> None:
     """Settings of this process that must stand before torch is imported.
 
-    The stages share the machine's cores. By default OpenMP's threads spin at a barrier, and wait for a thread that
-    another stage has pushed off its core: an encode of 10 ms then took up to 800 ms. Passive threads sleep instead.
+    The stages share the machine's cores. By default OpenMP's threads spin for long at a barrier, and wait for one that
+    another stage has pushed off its core: encodes of 10 ms took up to 800 ms. Not spinning at all costs half as much
+    again on an idle machine; a short spin costs little either way (libgomp's GOMP_SPINCOUNT).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def start_stage(args: dict[str, str]) -> StageConfig:
@@ -55,16 +66,60 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
     }
     ensemble = Path(args["model_repository"]).parent / parameters["ensemble"]
-    limits = ModelLimits.model_validate(read_model_config(ensemble).parameters)
+    limits = parse_limits(read_model_config(ensemble).parameters)
     device = choose_device(args["model_instance_kind"], args["model_instance_device_id"])
     return StageConfig(
         model=args["model_name"],
+        instance=args["model_instance_name"],
         limits=limits,
         source=resolve_source(limits.source, ensemble),
         device=device,
         dtype=choose_dtype(limits.dtype, device),
         parameters=parameters,
     )
+
+
+def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
+    """``stage``'s share of the pipeline, and its description: the facts of this process, as JSON.
+
+    Raises:
+        DiffusionError: a file that the stage needs is missing or damaged.
+    """
+    from diffusion_backend import inspection, loading, seams
+
+    started = time.perf_counter()
+    pipeline = loading.open_pipeline(config.source)
+    for found in inspection.inspect_pipeline(pipeline):
+        if found.problems and found.component.stage == stage:
+            raise DiffusionError(f"{config.source} cannot be loaded: {'; '.join(found.problems)}")
+    pipe, total = loading.load_stage(
+        pipeline,
+        stage,
+        device=config.device,
+        dtype=config.dtype,
+        methods=seams.STAND_IN_METHODS,
+        takes_image=config.limits.takes_image,
+    )
+    own = {component.name: component for component in pipeline.modules if component.stage == stage}
+    components = {
+        name: {
+            "class": component.cls.__name__,
+            "dtype": dtype_name(getattr(pipe, name).dtype),
+            "bytes": loading.module_bytes(getattr(pipe, name)),
+        }
+        for name, component in own.items()
+    }
+    description = {
+        "stage": stage.value,
+        "instance": config.instance,
+        "pid": os.getpid(),
+        "device": str(config.device),
+        "bytes_loaded": total,
+        "components": components,
+        "load_seconds": round(time.perf_counter() - started, 3),
+        "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+    }
+    return pipe, json.dumps(description)
 
 
 def choose_device(kind: str, device_id: str) -> torch.device:
@@ -78,19 +133,38 @@ def choose_device(kind: str, device_id: str) -> torch.device:
     wish = os.environ.get("TRITON_DIFFUSION_DEVICE", "auto")
     if wish not in ("auto", "cpu", "cuda"):
         raise DiffusionError(f"TRITON_DIFFUSION_DEVICE is {wish!r}; allowed: auto, cpu, cuda")
-    if wish == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if wish == "cuda" and not available:
         raise DiffusionError("TRITON_DIFFUSION_DEVICE is cuda, but torch finds no CUDA device")
-    use_gpu = wish == "cuda" or (wish == "auto" and kind == "GPU" and torch.cuda.is_available())
-    return torch.device("cuda", int(device_id)) if use_gpu else torch.device("cpu")
+    if wish == "auto" and kind == "GPU" and not available:
+        logger.warning(
+            "this instance is on GPU %s, but torch finds no CUDA device: it runs on the CPU", device_id
+        )
+    if wish == "cpu" or not available or (wish == "auto" and kind != "GPU"):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(device_id))
+    torch.cuda.set_device(device)  # kernels are launched on the current device
+    return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
     """``auto``: what the weights are stored in (None) on a GPU, float32 on a CPU."""
+    if name == "auto":
+        name = "" if device.type == "cuda" else "float32"
+    return parse_dtype(name)
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype of that name; None for none."""
     import torch
 
-    if name == "auto":
-        return None if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """The inverse of ``parse_dtype``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def text_tensor(name: str, text: str, shape: tuple[int, ...] = (1,)) -> Any:
@@ -104,30 +178,65 @@ def text_input(request: Any, name: str) -> str | None:
     """The one element of a BYTES input, or None when the optional input is absent.
 
     Raises:
-        DiffusionError: it is not valid UTF-8.
+        DiffusionError: it is not one element, or not valid UTF-8.
     """
     import triton_python_backend_utils as pb_utils
 
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None
+    elements = tensor.as_numpy().reshape(-1)
+    if len(elements) != 1:
+        raise invalid(
+            name, f"'{name}' has {len(elements)} elements; allowed: 1, since a request is one picture"
+        )
     try:
-        return bytes(tensor.as_numpy().reshape(-1)[0]).decode()
+        return bytes(elements[0]).decode()
     except UnicodeDecodeError as error:
-        raise DiffusionError(
-            f"'{name}' is not valid UTF-8: {error.reason} at byte {error.start}",
-            param=name,
-            code="invalid_unicode",
-            status=Status.INVALID_ARG,
+        raise invalid(
+            name, f"'{name}' is not valid UTF-8: {error.reason} at byte {error.start}", "invalid_unicode"
         ) from None
 
 
-def error_response(error: Exception) -> Any:
-    """Triton's form of an error. What is not ours is logged in full and answered in general words."""
+def array_input(request: Any, name: str) -> np.ndarray[Any, Any]:
+    """A numeric input, which Triton calls optional only because ``describe`` does without it.
+
+    Raises:
+        DiffusionError: it is absent.
+    """
+    import triton_python_backend_utils as pb_utils
+
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise invalid(name, f"{name!r} is missing", "missing_input")
+    array: np.ndarray[Any, Any] = tensor.as_numpy()
+    return array
+
+
+def asks_to_describe(request: Any) -> bool:
+    """Whether a request wants this process's description, and no work."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.get_input_tensor_by_name(request, DESCRIBE) is not None
+
+
+def description_response(description: str, shape: tuple[int, ...]) -> Any:
+    """The answer to such a request; ``shape`` is (1,), or (1, 1) in a model with a batch axis."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse([text_tensor(DESCRIPTION, description, shape)])
+
+
+def error_response(error: BaseException, request_id: str) -> Any:
+    """Triton's form of an error. What is not ours is logged in full and answered in general words.
+
+    Without a request id it is a warmup request, whose error is the operator's: there the reason is told.
+    """
     import triton_python_backend_utils as pb_utils
 
     if not isinstance(error, DiffusionError):
-        logger.error("request failed", exc_info=error)
-        error = DiffusionError(f"the model failed with {type(error).__name__}", code="internal_error")
+        logger.error("request %s failed", request_id, exc_info=error)
+        reason = "" if request_id else f": {error}"
+        error = DiffusionError(f"the model failed with {type(error).__name__}{reason}", code="internal_error")
     code = getattr(pb_utils.TritonError, error.status.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(error.to_text(), code))

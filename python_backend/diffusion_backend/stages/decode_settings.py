@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from diffusion_backend.errors import invalid
+from diffusion_backend.quality import resolve_tier
+from diffusion_backend.settings import MAX_SEED, ModelLimits, Settings, parse_size
 
 
 class DecodeSettings(BaseModel):
-    """No prompt is among them. ``decode_arguments`` are the pipeline's further arguments of ``vae.decode``."""
+    """No prompt is among them. ``decode_arguments`` are the pipeline's further arguments of ``vae.decode``, as
+    ``values.to_json`` writes them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     width: int = Field(gt=0)
     height: int = Field(gt=0)
     quality: str
-    seed: int
-    guidance_scale: float | None
-    num_inference_steps: int
-    step: int
+    seed: int = Field(ge=0, le=MAX_SEED)
+    guidance_scale: float | None = Field(ge=0)
+    num_inference_steps: int = Field(gt=0)
+    step: int = Field(ge=0)
     is_final: bool
-    decode_arguments: dict[str, bool | int | float | str | None]
-    timings: dict[str, float]
+    decode_arguments: dict[str, JsonValue]
+    timings: dict[Literal["encode_seconds", "denoise_seconds"], Annotated[float, Field(ge=0)]]
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, decode_arguments: dict[str, JsonValue], timings: dict[Any, float]
+    ) -> Self:
+        """Those of a request whose last step is done."""
+        return cls(
+            width=settings.width,
+            height=settings.height,
+            quality=settings.quality,
+            seed=settings.seed,
+            guidance_scale=settings.guidance_scale,
+            num_inference_steps=settings.num_inference_steps,
+            step=settings.num_inference_steps,
+            is_final=True,
+            decode_arguments=decode_arguments,
+            timings=timings,
+        )
 
 
-def parse_decode_settings(text: str | None) -> DecodeSettings:
-    """Read the ``settings`` tensor.
+def parse_decode_settings(text: str | None, limits: ModelLimits) -> DecodeSettings:
+    """Read the ``settings`` tensor; the size is within the model's limits.
 
     Raises:
         DiffusionError: INVALID_ARG, naming the first field that is wrong.
     """
+    if text is None:
+        raise invalid("settings", "'settings' is missing", "missing_input")
     try:
-        return DecodeSettings.model_validate_json(text or "")
+        settings = DecodeSettings.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "settings"
         raise invalid(
             "settings", f"'settings' is not the denoise stage's output: {field}: {first['msg']}"
         ) from None
+    parse_size(f"{settings.width}x{settings.height}", limits)
+    resolve_tier(settings.quality, limits.default_quality)
+    return settings

@@ -17,18 +17,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend import conditioning, seams
+        from diffusion_backend.loading import Stage
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.DENOISE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
+        self._pipe, self._description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -43,21 +38,27 @@ class TritonPythonModel:
         sender = request.get_response_sender()
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-        def fail(error: Exception) -> None:
-            sender.send(common.error_response(error), flags=final)
+        request_id = request.request_id()
+
+        def fail(error: BaseException) -> None:
+            sender.send(common.error_response(error, request_id), flags=final)
 
         def succeed(response: Any) -> None:
             sender.send(response, flags=final)
 
+        if common.asks_to_describe(request):
+            # At once, whatever the engine does: who asks wants to know whether this process lives.
+            succeed(common.description_response(self._description, (1,)))
+            return
         try:
             # The copy matters: the input's memory is Triton's again once execute returns.
-            blob = pb_utils.get_input_tensor_by_name(request, "conditioning").as_numpy().tobytes()
+            blob = common.array_input(request, "conditioning").tobytes()
             conditioning = self._conditioning.unpack(blob)
             settings = check(self._config.limits, conditioning.settings)
             self._engine.submit(
                 Job(
-                    request_id=request.request_id() or str(uuid.uuid4()),
-                    run=lambda: self._denoise(conditioning, settings),
+                    request_id=request_id or str(uuid.uuid4()),
+                    run=lambda: [self._denoise(conditioning, settings) for _ in range(conditioning.rows)][-1],
                     succeed=succeed,
                     fail=fail,
                 )
@@ -70,16 +71,15 @@ class TritonPythonModel:
 
         started = time.perf_counter()
         arguments = self._seams.call_arguments(self._pipe, self._config.limits, settings)
-        denoised = self._seams.replay(self._pipe, conditioning.calls, arguments, settings.seed)
-        decode_settings = DecodeSettings(
-            width=settings.width,
-            height=settings.height,
-            quality=settings.quality,
-            seed=settings.seed,
-            guidance_scale=settings.guidance_scale,
-            num_inference_steps=settings.num_inference_steps,
-            step=settings.num_inference_steps,
-            is_final=True,
+        denoised = self._seams.replay(
+            self._pipe,
+            conditioning.calls,
+            arguments,
+            settings.seed,
+            recorded_dtype=common.parse_dtype(conditioning.dtype),
+        )
+        decode_settings = DecodeSettings.of(
+            settings,
             decode_arguments=denoised.decode_arguments,
             timings={
                 "encode_seconds": conditioning.encode_seconds,

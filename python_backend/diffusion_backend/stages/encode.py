@@ -20,17 +20,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend import conditioning, seams
+        from diffusion_backend.loading import Stage
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.ENCODE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
+        self._pipe, self._description = common.load(self._config, Stage.ENCODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -38,6 +33,8 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
             blob = self._encode(
                 common.text_input(request, "prompt"),
@@ -45,7 +42,7 @@ class TritonPythonModel:
                 json.loads(request.parameters() or "{}"),
             )
         except Exception as error:
-            return common.error_response(error)
+            return common.error_response(error, request.request_id())
         # The leading axis is Triton's batch axis.
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("conditioning", np.frombuffer(blob, np.uint8)[None])]
@@ -62,5 +59,10 @@ class TritonPythonModel:
         settings = resolve(limits, prompt, negative_prompt, given)
         calls = self._seams.record(self._pipe, self._seams.call_arguments(self._pipe, limits, settings))
         return self._conditioning.pack(
-            self._conditioning.Conditioning(calls, settings.model_dump(), time.perf_counter() - started)
+            self._conditioning.Conditioning(
+                calls,
+                settings.model_dump(),
+                time.perf_counter() - started,
+                dtype=common.dtype_name(self._config.dtype),
+            )
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_backend.errors import DiffusionError, invalid
-from diffusion_backend.quality import Tier, resolve_tier
+from diffusion_backend.quality import Tier
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
 
@@ -22,17 +22,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import loading, seams
+        from diffusion_backend import seams
+        from diffusion_backend.loading import Stage
 
         self._seams = seams
         self._config = common.start_stage(args)
-        self._pipe, _ = loading.load_stage(
-            loading.open_pipeline(self._config.source),
-            loading.Stage.VAE_DECODE,
-            device=self._config.device,
-            dtype=self._config.dtype,
-            methods=seams.STAND_IN_METHODS,
-        )
+        self._pipe, self._description = common.load(self._config, Stage.VAE_DECODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -40,12 +35,14 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
+        if common.asks_to_describe(request):
+            return common.description_response(self._description, (1, 1))
         try:
-            settings = parse_decode_settings(common.text_input(request, "settings"))
-            latents = pb_utils.get_input_tensor_by_name(request, "latents").as_numpy()
+            settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
+            latents = common.array_input(request, "latents")
             images, info = self._decode(latents, settings)
         except Exception as error:
-            return common.error_response(error)
+            return common.error_response(error, request.request_id())
         # Outputs of a model with a batch axis: [1, H, W, 3] and [1, 1].
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("images", images), common.text_tensor("info", info, (1, 1))]
@@ -57,19 +54,32 @@ class TritonPythonModel:
         import torch
 
         started = time.perf_counter()
-        resolve_tier(settings.quality, self._config.limits.default_quality)
-        if not np.isfinite(latents).all():
-            raise invalid("latents", "'latents' are not finite")
+        self._check_latents(latents, settings)
         images = self._seams.decode(self._pipe, torch.from_numpy(latents.copy()), settings.decode_arguments)
-        size = (images.shape[2], images.shape[1])
+        size = (images.shape[-2], images.shape[-3])
         if size != (settings.width, settings.height):
             raise DiffusionError(
                 f"the VAE made a picture of {size[0]}x{size[1]}, not {settings.width}x{settings.height}",
                 code="wrong_size",
             )
+        timings = {str(name): seconds for name, seconds in settings.timings.items()}
+        timings["decode_seconds"] = time.perf_counter() - started
         info = {
             **settings.model_dump(exclude={"decode_arguments", "timings"}),
             "decode_path": Tier.LOSSLESS.value,
-            "timings": {**settings.timings, "decode_seconds": time.perf_counter() - started},
+            "timings": timings,
         }
         return images.numpy(), json.dumps(info)
+
+    def _check_latents(self, latents: np.ndarray[Any, Any], settings: DecodeSettings) -> None:
+        """Before any work: one request's latents, of the size that makes the picture that the settings speak of."""
+        scale = int(self._config.parameters["vae_scale_factor"])
+        wanted = (settings.height // scale, settings.width // scale)
+        if len(latents) != 1 or latents.shape[-2:] != wanted:
+            raise invalid(
+                "latents",
+                f"'latents' have the shape {list(latents.shape)}; allowed for {settings.width}x{settings.height}: "
+                f"one request's, ending in {wanted[0]}, {wanted[1]}",
+            )
+        if not np.isfinite(latents).all():
+            raise invalid("latents", "'latents' are not finite")

@@ -1,0 +1,113 @@
+"""What becomes of a generation whose work was lost because a process of the model server died.
+
+The work is done once more when the model is well again: a generation has a seed and no other effect than its
+picture. There is one second attempt; a request that brings its process down each time must not do so for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from diffusion_backend.client import Generation
+from diffusion_backend.errors import DiffusionError, Status
+
+from openai_adapter.errors import unavailable
+from openai_adapter.metrics import Metrics
+from openai_adapter.registry import Registry
+from openai_adapter.triton import Triton
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+RECOVERY_SECONDS = 120.0  # how long a request is held while the model is healed
+NOTICE_SECONDS = 1.0  # after a loss, an earlier word that the model is well says nothing
+_LOOK_SECONDS = 0.2
+
+Attempt = Callable[[], Coroutine[Any, Any, Generation]]
+
+
+class Recovery:
+    """Runs generations."""
+
+    def __init__(self, triton: Triton, registry: Registry, metrics: Metrics) -> None:
+        self._triton = triton
+        self._registry = registry
+        self._metrics = metrics
+
+    async def run(self, model: str, attempt: Attempt) -> Generation:
+        """The generation that ``attempt`` makes, on ``model``.
+
+        Raises:
+            DiffusionError: what Triton said of it. ApiError: 503, its work was lost; 404, the model was unloaded.
+        """
+        attempts: list[asyncio.Task[Generation]] = []
+        try:
+            for number in range(ATTEMPTS):
+                if number:
+                    await self._wait_until_well(model)
+                loss = self._registry.loss(model)
+                attempts.append(asyncio.create_task(attempt()))
+                generation = await _first_result(attempts, loss)
+                if generation is not None:
+                    if number:
+                        self._metrics.interruptions.labels("recovered").inc()
+                    return generation
+                logger.warning("the model server lost a generation on %s", model)
+                self._metrics.upstream_errors.labels(Status.UNAVAILABLE).inc()
+        finally:
+            for task in attempts:
+                task.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+        raise self._interrupted()
+
+    async def _wait_until_well(self, model: str) -> None:
+        moment = time.monotonic() + NOTICE_SECONDS
+        try:
+            async with asyncio.timeout(RECOVERY_SECONDS):
+                while not self._triton.is_proven(model, moment):
+                    self._registry.find(model)  # 404 when it was unloaded meanwhile
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            raise self._interrupted() from None
+
+    def _interrupted(self) -> Exception:
+        self._metrics.interruptions.labels("failed").inc()
+        return unavailable(
+            "the model server lost a process while it made this picture", "generation_interrupted"
+        )
+
+
+async def _first_result(attempts: list[asyncio.Task[Generation]], loss: asyncio.Event) -> Generation | None:
+    """The first generation that is done; None when every attempt is interrupted, or may be because of ``loss``.
+
+    An attempt whose process died need not end: what ran in a dead denoise process is never answered. One that ran
+    in another instance goes on, so earlier attempts stay in the race.
+    """
+    lost = asyncio.create_task(loss.wait())
+    running: set[asyncio.Task[Any]] = {task for task in attempts if not task.done()}
+    try:
+        while running and not lost.done():
+            done, running = await asyncio.wait({*running, lost}, return_when=asyncio.FIRST_COMPLETED)
+            running.discard(lost)
+            for task in done - {lost}:
+                error = task.exception()
+                if error is None:
+                    return task.result()  # type: ignore[no-any-return]
+                if not _is_interruption(error):
+                    raise error
+        return None
+    finally:
+        lost.cancel()
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether Triton or gRPC lost the work, in words of their own: a stage that refuses has a code.
+
+    Of theirs, INVALID_ARG is a model that was unloaded between our check and the call.
+    """
+    lost = (Status.UNAVAILABLE, Status.INVALID_ARG)
+    return isinstance(error, DiffusionError) and error.code is None and error.status in lost

@@ -1,0 +1,134 @@
+"""What keeps a server that was ready once alive: its parts are watched, and started again when they die."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from diffusion_backend.healing_report import TRITON
+from diffusion_backend.model_control import LOADING, READY, ControlError, ModelControl
+from diffusion_backend.processes import LaunchError
+from diffusion_backend.stub_watcher import BeyondRepairError, StubWatcher
+
+if TYPE_CHECKING:
+    from diffusion_backend.launcher import Server
+
+MAX_DEATHS = 5
+DEATHS_WINDOW_SECONDS = 600.0
+_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0)
+_MODELS_SECONDS = 2.0  # between two looks at which models an operator has loaded or unloaded
+ADAPTER = "adapter"
+
+
+class Deaths:
+    """How often a part has died of late: the longer it goes on, the longer the wait, and then it is given up."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def back_off(self, now: float) -> float | None:
+        """Note a death; how many seconds to wait before the next start, or None for none any more."""
+        while self._times and now - self._times[0] > DEATHS_WINDOW_SECONDS:
+            self._times.popleft()
+        self._times.append(now)
+        deaths = len(self._times)
+        return None if deaths > MAX_DEATHS else _BACK_OFF_SECONDS[min(deaths, len(_BACK_OFF_SECONDS)) - 1]
+
+
+class Healer:
+    """``tick()`` is called again and again; it waits for nothing but the end of what has to be stopped."""
+
+    def __init__(
+        self, server: Server, say: Callable[[str], None], hurry: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._server = server
+        self._say = say
+        self._hurry = hurry
+        self._report = server.report
+        self._control = ModelControl(server.triton.grpc_url, server.triton.admin_key)
+        self._stubs = StubWatcher(self._control, say, self._count_reload, server.triton.exit_timeout)
+        self._deaths = {TRITON: Deaths(), ADAPTER: Deaths()}
+        self._due: dict[str, float] = {}  # parts that are down, and when they are started
+        self._down_since: float | None = None  # tritonserver is not ready since then
+        self._models_due = 0.0
+
+    def tick(self) -> None:
+        """One look at every part.
+
+        Raises:
+            LaunchError: one died too often, and why the last time.
+        """
+        self._tend_adapter()
+        self._tend_triton()
+        triton = {TRITON: "it died and is being started again"} if self._down_since is not None else {}
+        self._report.set_ailing(triton or self._stubs.ailing)
+
+    def close(self) -> None:
+        self._stubs.close()
+
+    def _count_reload(self, model: str, reason: str) -> None:
+        self._server.triton.note_lost_requests()
+        self._report.count(model, reason)
+
+    def _tend_adapter(self) -> None:
+        adapter = self._server.adapter
+        if ADAPTER in self._due:
+            if time.monotonic() >= self._due[ADAPTER]:
+                del self._due[ADAPTER]
+                adapter.start()
+        elif adapter.process.poll() is not None:
+            self._bury(ADAPTER, adapter.process.obituary(), adapter.process.describe_exit())
+            adapter.stop()
+
+    def _tend_triton(self) -> None:
+        triton = self._server.triton
+        if TRITON in self._due:
+            if time.monotonic() >= self._due[TRITON]:
+                del self._due[TRITON]
+                triton.start()
+        elif triton.process.poll() is not None:
+            # While it starts, its error messages are the reason; later they may be about old requests.
+            why = triton.process.obituary() if self._down_since is None else triton.failure()
+            self._end_triton(why, triton.process.describe_exit())
+        elif self._down_since is None:
+            self._watch_models()
+        elif triton.is_ready():
+            self._say(f"tritonserver serves again, {time.monotonic() - self._down_since:.1f} s after it died")
+            self._down_since = None
+
+    def _watch_models(self) -> None:
+        triton = self._server.triton
+        try:
+            self._stubs.look(triton.process.pid)
+        except BeyondRepairError as error:
+            self._end_triton(f"{error}: tritonserver is started anew", "a model could not be loaded again")
+            return
+        if time.monotonic() >= self._models_due:
+            self._models_due = time.monotonic() + _MODELS_SECONDS
+            try:
+                states = self._control.states()
+            except ControlError:
+                return
+            triton.load_next_time({model for model, state in states.items() if state in (READY, LOADING)})
+
+    def _end_triton(self, message: str, reason: str) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+        self._report.set_ailing({TRITON: reason})
+        self._bury(TRITON, message, reason)
+        self._stubs.forget()
+        # Also after it has ended by itself: its stubs and its shared memory are still there.
+        self._server.triton.stop(self._hurry)
+
+    def _bury(self, part: str, message: str, reason: str) -> None:
+        now = time.monotonic()
+        wait = self._deaths[part].back_off(now)
+        if wait is None:
+            raise LaunchError(
+                f"{message}\nit died {MAX_DEATHS + 1} times in {DEATHS_WINDOW_SECONDS / 60:g} minutes"
+            )
+        self._say(message)
+        self._report.count(part, reason)
+        self._due[part] = now + wait

@@ -1,0 +1,84 @@
+"""What a diffusers folder holds, without loading it: classes, files, bytes a stage, and what stands in its way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion_backend.loading import Component, PipelineFolder, Stage
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class ComponentFiles:
+    """One torch module of a pipeline on disk; ``problems`` are why it could not be loaded."""
+
+    component: Component
+    files: list[Path]
+    problems: list[str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+
+def inspect_pipeline(pipeline: PipelineFolder) -> list[ComponentFiles]:
+    """Every torch module of the pipeline, in the order of ``model_index.json``."""
+    return [_inspect(component, pipeline.folder / component.name) for component in pipeline.modules]
+
+
+def stage_bytes(components: list[ComponentFiles]) -> dict[Stage, int]:
+    """The bytes of weights on disk that each stage loads."""
+    return {
+        stage: sum(found.bytes for found in components if found.component.stage == stage) for stage in Stage
+    }
+
+
+def _inspect(component: Component, folder: Path) -> ComponentFiles:
+    if not folder.is_dir():
+        return ComponentFiles(component, [], [f"{component.name}: there is no folder {component.name}/"])
+    problems = []
+    if not (folder / "config.json").is_file():
+        problems.append(f"{component.name}: it has no config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    missing = sorted(_indexed(folder) - {path.name for path in files})
+    if missing:
+        problems.append(f"{component.name}: its index names files that are not there: {', '.join(missing)}")
+    if not files:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+        reason = (
+            f"only pickle weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
+        )
+        problems.append(f"{component.name}: it has {reason}; allowed: safetensors")
+    broken = [path.name for path in files if not _is_whole(path)]
+    if broken:
+        problems.append(f"{component.name}: cut short or damaged: {', '.join(broken)}")
+    return ComponentFiles(component, files, problems)
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The shards that an index file names."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors.index.json"):
+        try:
+            names.update(json.loads(path.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            names.add(path.name)  # a broken index names itself as what is missing
+    return names
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says (https://huggingface.co/docs/safetensors)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= size - 8:
+            return False
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return False
+    return size == 8 + length + max(ends, default=0)

@@ -1,0 +1,65 @@
+"""Triton's model-control API, as the launcher uses it: which models are loaded, and loading one anew."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+from diffusion_backend.client import CHANNEL_ARGS
+
+ADMIN_KEY_METADATA = "triton-grpc-protocol-admin-key"
+READY, LOADING = "READY", "LOADING"
+_CALL_SECONDS = 5.0
+# Loading reads weights and runs the warmup; one that takes longer than this has failed.
+_RELOAD_SECONDS = 1800.0
+_RELOAD_MARK = "reloaded"
+
+
+class ModelControl:
+    """Speaks to a tritonserver that may be away; each call then raises a ControlError."""
+
+    def __init__(self, grpc_url: str, admin_key: str) -> None:
+        self._client = triton_grpc.InferenceServerClient(grpc_url, channel_args=CHANNEL_ARGS)
+        self._headers = {ADMIN_KEY_METADATA: admin_key}
+
+    def states(self) -> dict[str, str]:
+        """The state of every model of the repository; "" for one that was never loaded."""
+        try:
+            index = self._client.get_model_repository_index(
+                headers=self._headers, client_timeout=_CALL_SECONDS
+            )
+        except InferenceServerException as error:
+            raise ControlError(str(error)) from None
+        return {model.name: model.state for model in index.models}
+
+    def instances(self, model: str) -> int:
+        """How many processes a loaded Python model should have."""
+        try:
+            config = self._client.get_model_config(model, client_timeout=_CALL_SECONDS).config
+        except InferenceServerException as error:
+            raise ControlError(str(error)) from None
+        return sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+
+    def reload(self, model: str) -> None:
+        """Load a model anew as it is configured now; the instances it has serve until the new ones are ready.
+
+        Triton takes a load for done when nothing has changed, whatever became of the processes. So the
+        configuration that it gets back has a parameter of its own.
+        """
+        try:
+            config = self._client.get_model_config(model, as_json=True, client_timeout=_CALL_SECONDS)[
+                "config"
+            ]
+            config.setdefault("parameters", {})[_RELOAD_MARK] = {"string_value": uuid.uuid4().hex}
+            self._client.load_model(
+                model, headers=self._headers, config=json.dumps(config), client_timeout=_RELOAD_SECONDS
+            )
+        except InferenceServerException as error:
+            raise ControlError(str(error)) from None
+
+
+class ControlError(Exception):
+    """What Triton or gRPC said of a call that failed."""

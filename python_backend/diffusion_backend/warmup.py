@@ -1,0 +1,120 @@
+"""The warmup of each stage: the samples its ``config.pbtxt`` declares, with the data they are made of.
+
+Triton runs every sample before a model is ready; one that fails makes the server exit. A sample of N requests is N
+requests in one ``execute``. Sizes and batches that the operator lists are warmed besides the model's default.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diffusion_backend import conditioning, seams
+from diffusion_backend.dry_runs import DryRuns
+from diffusion_backend.settings import ModelLimits, Settings, resolve
+from diffusion_backend.stages.decode_settings import DecodeSettings
+
+STEPS = 2
+QUALITIES = ("lossless", "high")  # one of each tier
+
+
+@dataclass(frozen=True)
+class WarmupInput:
+    """One input of a sample; ``data`` is what its file holds, None means zeros."""
+
+    data_type: str
+    dims: tuple[int, ...]
+    data: bytes | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One entry of ``model_warmup``. Its inputs' files are named ``<sample>.<input>``."""
+
+    name: str
+    requests: int
+    inputs: dict[str, WarmupInput]
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The samples of the three stages, and the shape of the model's latents (without a batch axis)."""
+
+    latents_shape: tuple[int, ...]
+    encode: list[Sample] = field(default_factory=list)
+    denoise: list[Sample] = field(default_factory=list)
+    vae_decode: list[Sample] = field(default_factory=list)
+
+
+def build_warmup(
+    limits: ModelLimits, runs: DryRuns, sizes: Sequence[tuple[int, int]], batches: Sequence[int]
+) -> Warmup:
+    """Samples for the default size, for each of ``sizes`` (width, height), and for each of ``batches`` requests.
+
+    The tensors come from dry runs: right shapes, zero values.
+    """
+    encode: list[Sample] = []
+    denoise: list[Sample] = []
+    vae_decode: list[Sample] = []
+    default = (limits.default_width, limits.default_height)
+    latents_shape: tuple[int, ...] = ()
+    for width, height in dict.fromkeys((default, *sizes)):
+        settings = _settings(limits, width, height)
+        arguments = seams.call_arguments(runs.encode, limits, settings)
+        denoised = runs.denoise(arguments)
+        shape = tuple(denoised.latents.shape[1:])
+        latents_shape = latents_shape or shape
+        calls = runs.record(arguments)
+        for count in dict.fromkeys((1, *batches)):
+            name = f"{width}x{height}" + (f"_batch_{count}" if count > 1 else "")
+            denoise.append(_denoise_sample(name, calls, settings, count))
+            vae_decode += [
+                _decode_sample(name, shape, settings, quality, denoised, count) for quality in QUALITIES
+            ]
+    for count in dict.fromkeys((1, *batches)):
+        encode.append(_encode_sample(limits, count))
+    return Warmup(latents_shape, encode, denoise, vae_decode)
+
+
+def _settings(limits: ModelLimits, width: int, height: int) -> Settings:
+    parameters = {"seed": 0, "num_inference_steps": STEPS, "width": width, "height": height}
+    return resolve(limits, limits.default_prompt, None, parameters)
+
+
+def _encode_sample(limits: ModelLimits, count: int) -> Sample:
+    inputs = {"prompt": _text(limits.default_prompt)}
+    if limits.default_negative_prompt is not None:
+        inputs["negative_prompt"] = _text(limits.default_negative_prompt)
+    return Sample("default" if count == 1 else f"default_batch_{count}", count, inputs)
+
+
+def _denoise_sample(name: str, calls: list[conditioning.Call], settings: Settings, count: int) -> Sample:
+    # denoise has no batch axis, so its batch is one request that asks for ``count`` rows.
+    blob = conditioning.pack(
+        conditioning.Conditioning(calls, settings.model_dump(), 0.0, rows=count, dtype="float32")
+    )
+    return Sample(name, 1, {"conditioning": WarmupInput("TYPE_UINT8", (len(blob),), blob)})
+
+
+def _decode_sample(
+    name: str,
+    shape: tuple[int, ...],
+    settings: Settings,
+    quality: str,
+    denoised: seams.Denoised,
+    count: int,
+) -> Sample:
+    asked = settings.model_copy(update={"quality": quality})
+    decode_settings = DecodeSettings.of(asked, decode_arguments=denoised.decode_arguments, timings={})
+    inputs = {
+        "latents": WarmupInput("TYPE_FP32", shape, None),
+        "settings": _text(decode_settings.model_dump_json()),
+    }
+    return Sample(f"{name}_{quality}", count, inputs)
+
+
+def _text(text: str) -> WarmupInput:
+    """One BYTES element as Triton's input_data_file wants it: little-endian length, then the bytes."""
+    data = text.encode()
+    return WarmupInput("TYPE_STRING", (1,), struct.pack("<I", len(data)) + data)

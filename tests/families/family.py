@@ -1,0 +1,57 @@
+"""What a pipeline family is to these tests: a tiny pipeline with random weights, and the call that is compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+
+Build = Callable[[], dict[str, Any]]
+
+# Some families read a quoted text with an encoder of its own.
+PROMPT = 'a red fox holds a sign that says "hi"'
+NEGATIVE_PROMPT = "blurry"
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One family: ``build`` makes the components of ``pipeline``, ``call`` are its call arguments in this test."""
+
+    name: str
+    pipeline: str
+    task: str
+    build: Build
+    call: dict[str, Any] = field(default_factory=dict)
+    init: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def takes_image(self) -> bool:
+        return self.task.startswith("image-")
+
+    def save(self, folder: Path) -> None:
+        """Write the tiny pipeline and its serving defaults, as an operator would have them on disk."""
+        torch.manual_seed(0)
+        components = {
+            name: part.eval() if isinstance(part, torch.nn.Module) else part
+            for name, part in self.build().items()
+        }
+        cls: type[DiffusionPipeline] = getattr(diffusers, self.pipeline)
+        cls(**components, **self.init).save_pretrained(folder)
+        (folder / "generation_config.json").write_text(json.dumps({"prompt": PROMPT, **self.call}))
+
+
+def family(
+    name: str, pipeline: str, task: str = "text-to-image", *, init: dict[str, Any] | None = None, **call: Any
+) -> Callable[[Build], Family]:
+    """Decorates the function that makes a family's components."""
+
+    def declare(build: Build) -> Family:
+        return Family(name, pipeline, task, build, call, init or {})
+
+    return declare

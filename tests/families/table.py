@@ -1,0 +1,89 @@
+"""``docs/families.md``: written by ``python -m tests.families.table``, which runs the tests that check it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from diffusion_backend import loading, oddities
+from diffusion_backend.loading import Component, Stage
+
+from tests.families.family import Family
+from tests.families.three_stages import Made
+
+FILE = Path(__file__).resolve().parents[2] / "docs/families.md"
+_UPDATE = "UPDATE_FAMILIES_TABLE"
+UPDATE = _UPDATE in os.environ
+
+_ABOUT = f"""\
+# Pipeline families
+
+Every family below is run by `tests/families` in a tiny version with random weights: once by plain diffusers, and once
+by way of the three stages, with everything that crosses between them turned to bytes and back. **Bit-identical** says
+that both made the same tensor in float32 on a CPU, with the same number of threads, before and after it was rounded
+to pixels.
+
+The last column names what the product knows about a pipeline beyond what its own code does; the reasons stand in
+`python_backend/diffusion_backend/{Path(oddities.__file__ or "").name}`.
+
+Families that are not in the table may well work: `triton-diffusion add` tries a pipeline without its weights, and
+refuses it, with the reason, if it does not split.
+
+This file is written by `python -m tests.families.table`, which runs the tests; they fail when it is stale.
+
+| Family | Pipeline | Task | Three stages | `add` | VAE | Recorded by encode | Sent to vae_decode | Exceptions |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def row(family: Family, folder: Path, made: Made, refusal: str | None) -> str:
+    """A family's line of the table."""
+    pipeline = loading.open_pipeline(str(folder))
+    (vae,) = (component for component in pipeline.modules if component.stage is Stage.VAE_DECODE)
+    calls = [f"`{name}`{_times(made.recorded.count(name))}" for name in dict.fromkeys(made.recorded)]
+    sent = [f"latents {'x'.join(str(side) for side in made.latents_shape[1:])}"]
+    sent += [f"`{name}`" for name in made.decode_arguments]
+    if refusal is not None:
+        verdict = "refused: " + refusal.partition("cannot be served: ")[2]
+    else:
+        verdict = "served" if family.task == "text-to-image" else "served without an image"
+    cells = (
+        family.name,
+        f"`{family.pipeline}`",
+        family.task,
+        "bit-identical",
+        verdict,
+        f"`{vae.cls.__name__}`",
+        ", ".join(calls),
+        ", ".join(sent),
+        ", ".join(f"`{name}`" for name in _exceptions(pipeline, vae, made)) or "none",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _times(count: int) -> str:
+    return f" x{count}" if count > 1 else ""
+
+
+def _exceptions(pipeline: loading.PipelineFolder, vae: Component, made: Made) -> list[str]:
+    """The entries of ``oddities`` that apply."""
+    cls = pipeline.pipeline_class
+    names = [*oddities.call_arguments(cls, 1, 1), *oddities.init_arguments(cls)]
+    names += [c.cls.__name__ for c in pipeline.modules if c.cls.__name__ in oddities.NESTED_CONFIGURATIONS]
+    if hasattr(cls, "upcast_vae") and vae.cls.load_config(pipeline.folder / vae.name).get("force_upcast"):
+        names.append("upcast_vae")
+    if len(made.latents_shape) == 5 and made.pixels.ndim == 3:
+        names.append(oddities.picture.__name__)
+    return names
+
+
+def text(rows: list[str]) -> str:
+    """The whole file."""
+    return _ABOUT + "".join(f"{row}\n" for row in rows)
+
+
+if __name__ == "__main__":
+    os.environ[_UPDATE] = "1"
+    sys.exit(pytest.main([str(Path(__file__).with_name("test_parity.py"))]))

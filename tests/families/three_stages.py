@@ -1,0 +1,139 @@
+"""One request by way of the three stages, and by plain diffusers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusion_backend import conditioning, defaults, loading, oddities, seams
+from diffusion_backend.loading import Stage
+from diffusion_backend.settings import ModelLimits, Settings, resolve
+from diffusion_backend.stages.decode_settings import DecodeSettings
+from PIL import Image
+
+from tests.families.family import NEGATIVE_PROMPT, PROMPT, Family
+
+CPU = torch.device("cpu")
+SEED = 7
+
+
+def limits_of(family: Family, folder: Path) -> ModelLimits:
+    """What the family's model would accept, for families that ``add`` does not serve yet, too."""
+    pipeline = loading.open_pipeline(str(folder))
+    call = inspect.signature(pipeline.pipeline_class.__call__).parameters
+    given = dict(family.call)
+    guidance = defaults.guidance_argument(pipeline, call)
+    scale = given.pop("guidance_scale", call[guidance].default if guidance else None)
+    return ModelLimits(
+        source=str(folder),
+        pipeline_class=family.pipeline,
+        task=family.task,
+        created=0,
+        default_prompt=PROMPT,
+        default_width=given.pop("width", 32),
+        default_height=given.pop("height", 32),
+        size_multiple=1,
+        max_width=1024,
+        max_height=1024,
+        default_num_inference_steps=given.pop("num_inference_steps"),
+        max_num_inference_steps=10,
+        guidance_argument=guidance,
+        default_guidance_scale=scale,
+        default_negative_prompt=NEGATIVE_PROMPT if "negative_prompt" in call else None,
+        call_arguments=given,
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A picture or clip: floats from 0 to 1 as the post-processor makes them, and the pixels they are rounded to."""
+
+    floats: torch.Tensor
+    pixels: np.ndarray[Any, Any]
+    latents_shape: tuple[int, ...]
+    recorded: list[str]
+    decode_arguments: dict[str, Any]
+
+
+def settings_of(limits: ModelLimits) -> Settings:
+    return resolve(limits, PROMPT, None, {"seed": SEED})
+
+
+def arguments_of(
+    pipe: DiffusionPipeline, family: Family, limits: ModelLimits, settings: Settings
+) -> dict[str, Any]:
+    arguments = seams.call_arguments(pipe, limits, settings)
+    if family.takes_image:
+        pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+        arguments["image"] = Image.fromarray(pixels)
+    return arguments
+
+
+def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Made:
+    """Conditioning, latents and decode settings cross as they do in Triton: as bytes, float32 and JSON."""
+    pipeline = loading.open_pipeline(str(folder))
+    limits = limits_of(family, folder)
+    settings = settings_of(limits)
+    encoder, denoiser, decoder = (
+        loading.load_stage(
+            pipeline,
+            stage,
+            device=CPU,
+            dtype=dtype,
+            methods=seams.STAND_IN_METHODS,
+            takes_image=family.takes_image,
+        )[0]
+        for stage in Stage
+    )
+    calls = seams.record(encoder, arguments_of(encoder, family, limits, settings))
+    blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0))
+    arrived = conditioning.unpack(blob)
+    denoised = seams.replay(
+        denoiser, arrived.calls, arguments_of(denoiser, family, limits, settings), settings.seed
+    )
+    wire = np.ascontiguousarray(denoised.latents[0].numpy())
+    assert wire.dtype == np.float32
+    sent = DecodeSettings(
+        **settings.model_dump(include={"width", "height", "quality", "seed", "guidance_scale"}),
+        num_inference_steps=settings.num_inference_steps,
+        step=settings.num_inference_steps,
+        is_final=True,
+        decode_arguments=denoised.decode_arguments,
+        timings={},
+    )
+    decode_arguments = DecodeSettings.model_validate_json(sent.model_dump_json()).decode_arguments
+    latents = torch.from_numpy(wire.copy())[None]
+    return Made(
+        seams.decode_floats(decoder, latents, decode_arguments),
+        seams.decode(decoder, latents, decode_arguments)[0].numpy(),
+        tuple(denoised.latents.shape),
+        [call.name for call in calls],
+        decode_arguments,
+    )
+
+
+def unsplit(
+    family: Family, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """Plain diffusers with the same arguments: its tensor, and the pixels that its own conversion to PIL makes."""
+    limits = limits_of(family, folder)
+    settings = settings_of(limits)
+    pipe = DiffusionPipeline.from_pretrained(
+        folder, dtype=dtype, **oddities.init_arguments(loading.open_pipeline(str(folder)).pipeline_class)
+    )
+    pipe.set_progress_bar_config(disable=True)
+    torch.manual_seed(settings.seed)
+    floats: torch.Tensor = pipe(**arguments_of(pipe, family, limits, settings))[0]
+    array = floats.float().movedim(-3, -1).numpy()
+    frames = array[0] if array.ndim == 5 else array
+    pictures = [np.asarray(picture) for picture in _processor(pipe).numpy_to_pil(frames)]
+    return floats, np.stack(pictures) if array.ndim == 5 else pictures[0]
+
+
+def _processor(pipe: DiffusionPipeline) -> Any:
+    return pipe.video_processor if hasattr(pipe, "video_processor") else pipe.image_processor

@@ -1,0 +1,216 @@
+"""Parts of a serving server are killed under the load of 8 clients; models come and go while others serve."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import pytest
+from diffusion_backend.guard import group_members
+from PIL import Image
+from serving import Launched, launch
+from tritonclient.grpc import InferenceServerClient
+from waiting import wait_for
+
+MODEL, TWIN = "emoji-flux", "twin"
+CLIENTS = 8
+SEEDS = 4
+UNAVAILABLE_CODES = {"model_not_ready", "not_ready", "generation_interrupted"}
+Pixels = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def serving(model_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """Two models of the same weights; the second has two instances of its denoise stage."""
+    folder = tmp_path_factory.mktemp("healing")
+    repository = folder / "repository"
+    shutil.copytree(model_repository, repository, ignore=shutil.ignore_patterns("training", "__pycache__"))
+    for original in list(repository.iterdir()):
+        copy = repository / original.name.replace(MODEL, TWIN)
+        if original.is_dir():
+            shutil.copytree(original, copy)
+            config = copy / "config.pbtxt"
+            config.write_text(config.read_text().replace(MODEL, TWIN))
+    config = repository / f"{TWIN}_denoise" / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    with launch(repository, folder) as launched:
+        yield launched
+
+
+@dataclass
+class Load:
+    """Clients that ask for pictures, each as soon as it has the last one."""
+
+    url: str
+    model: str
+    pictures: list[tuple[int, Pixels]] = field(default_factory=list)
+    failures: list[httpx.Response] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._done = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+        wait_for(lambda: len(self.pictures) >= CLIENTS, 60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, first_seed: int) -> None:
+        for number in itertools.count(first_seed):
+            if self._done.is_set():
+                return
+            response = ask(self.url, self.model, number % SEEDS)
+            if response.status_code == 200:
+                self.pictures.append((number % SEEDS, pixels(response)))
+            else:
+                self.failures.append(response)
+                time.sleep(0.5)  # less than Retry-After asks for
+
+    def assert_well(self, expected: list[Pixels]) -> None:
+        """Whatever failed failed in the one clear way, and whatever did not is the right picture."""
+        for response in self.failures:
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert response.json()["error"]["code"] in UNAVAILABLE_CODES
+            assert "/" not in response.json()["error"]["message"]
+        for seed, picture in self.pictures:
+            assert np.abs(picture - expected[seed]).max() <= 1
+
+
+def ask(url: str, model: str, seed: int) -> httpx.Response:
+    body = {"model": model, "prompt": "a fox", "seed": seed, "num_inference_steps": 8}
+    return httpx.post(f"{url}/v1/images/generations", json=body, timeout=180)
+
+
+def pixels(response: httpx.Response) -> Pixels:
+    assert response.status_code == 200, response.text
+    file = base64.b64decode(response.json()["data"][0]["b64_json"])
+    return np.asarray(Image.open(io.BytesIO(file))).astype(int)
+
+
+@pytest.fixture(scope="module")
+def expected(serving: Launched) -> list[Pixels]:
+    """The pictures, made before anything died."""
+    return [pixels(ask(serving.url, MODEL, seed)) for seed in range(SEEDS)]
+
+
+def is_healthy(serving: Launched) -> bool:
+    return httpx.get(f"{serving.url}/health", timeout=30).status_code == 200
+
+
+def restarts(serving: Launched) -> dict[str, float]:
+    text = httpx.get(f"{serving.url}/metrics").text
+    found = re.findall(r'^triton_diffusion_restarts_total\{part="([^"]+)".*\} (\S+)$', text, re.MULTILINE)
+    return {part: float(count) for part, count in found}
+
+
+def kill_under_load(
+    serving: Launched, pid: int, part: str, expected: list[Pixels], model: str = MODEL
+) -> None:
+    """Kill a process, wait until the server is well, and check what the clients saw."""
+    count = restarts(serving).get(part, 0)
+    with Load(serving.url, model) as load:
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: not is_healthy(serving), 10)
+        noticed = time.monotonic() - killed
+        wait_for(lambda: is_healthy(serving), 120)
+        healthy = time.monotonic() - killed
+        done = len(load.pictures)
+        wait_for(lambda: len(load.pictures) >= done + CLIENTS, 60)
+    codes = Counter(response.json()["error"]["code"] for response in load.failures)
+    print(
+        f"{part} killed: noticed after {noticed:.1f} s, healthy after {healthy:.1f} s; "
+        f"{len(load.pictures)} pictures, {dict(codes)} refused"
+    )
+    load.assert_well(expected)
+    assert noticed < 5
+    assert restarts(serving)[part] == count + 1
+    assert [pixels(ask(serving.url, model, seed)).tolist() for seed in range(SEEDS)] == [
+        picture.tolist() for picture in expected
+    ]
+
+
+def kill_stub(serving: Launched, stage: str, expected: list[Pixels], model: str = MODEL) -> None:
+    others = set(serving.regions())
+    before = serving.stubs(stage)
+    kill_under_load(serving, before[0], stage, expected, model)
+    assert len(set(serving.stubs(stage)) - set(before)) == len(before)
+    if len(before) == 1:
+        wait_for(lambda: len(serving.regions()) == len(others))
+
+
+@pytest.mark.parametrize("stage", ["encode", "denoise", "vae_decode"])
+def test_a_killed_stage(serving: Launched, expected: list[Pixels], stage: str) -> None:
+    kill_stub(serving, f"{MODEL}_{stage}", expected)
+
+
+def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None:
+    kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
+
+
+def test_a_model_is_unloaded_and_loaded_while_another_serves(
+    serving: Launched, expected: list[Pixels]
+) -> None:
+    key = {"triton-grpc-protocol-admin-key": (serving.data_dir / "admin-key").read_text().strip()}
+    client = InferenceServerClient(serving.grpc_url)
+
+    def served() -> set[str]:
+        return {card["id"] for card in httpx.get(f"{serving.url}/v1/models").json()["data"]}
+
+    with Load(serving.url, MODEL) as load:
+        client.unload_model(TWIN, headers=key, unload_dependents=True)
+        wait_for(lambda: served() == {MODEL})
+        assert is_healthy(serving)
+        refused = ask(serving.url, TWIN, 0)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        wait_for(lambda: serving.stubs(f"{TWIN}_encode") == [])
+        client.load_model(TWIN, headers=key)
+        wait_for(lambda: served() == {MODEL, TWIN})
+        wait_for(lambda: is_healthy(serving))
+        assert np.array_equal(pixels(ask(serving.url, TWIN, 0)), expected[0])
+    client.close()
+    assert load.failures == []
+    load.assert_well(expected)
+    assert f"process of {TWIN}_encode" not in serving.output()
+
+
+def test_a_killed_tritonserver(serving: Launched, expected: list[Pixels]) -> None:
+    triton, regions = serving.triton_pid(), set(serving.regions())
+    kill_under_load(serving, triton, "tritonserver", expected)
+    assert group_members(triton) == []
+    assert not regions & set(serving.regions())
+    assert {card["id"] for card in httpx.get(f"{serving.url}/v1/models").json()["data"]} == {MODEL, TWIN}
+
+
+@pytest.mark.long
+def test_many_deaths(serving: Launched, expected: list[Pixels]) -> None:
+    for stage in [f"{MODEL}_{name}" for name in ("encode", "denoise", "vae_decode")] * 5:
+        kill_stub(serving, stage, expected)
+    for _ in range(3):
+        kill_under_load(serving, serving.triton_pid(), "tritonserver", expected)
+
+
+def test_it_still_stops_and_leaves_nothing(serving: Launched) -> None:
+    groups = serving.groups()
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(100) == 0, serving.output()
+    serving.assert_nothing_is_left(groups)

@@ -1,0 +1,126 @@
+"""What the builder's options do on a real server: unary models, several instances, warmup, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from diffusion_backend.client import DiffusionClient, ensemble_inputs
+from diffusion_backend.launcher import Adapter
+from diffusion_backend.processes import LaunchError, free_ports
+from diffusion_backend.repository import BuildOptions, add
+from diffusion_backend.tritonserver import TritonServer
+from openai import OpenAI
+
+from tests.running_server import ROOT
+
+PIPELINE = ROOT / "model_repository/emoji-flux/pipeline"
+PROMPT = "a fox on a blue background"
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with one unary model of two instances, warmed at a second size and a batch."""
+    folder = tmp_path_factory.mktemp("unary")
+    options = BuildOptions(unary=True, instances=2, warmup_sizes=("128x64",), warmup_batches=(2,))
+    add(str(PIPELINE), "unary", folder / "repository", options)
+    with TritonServer(folder / "repository", data_dir=folder / "data", exit_timeout=30) as triton:
+        yield triton
+
+
+def test_plain_infer_over_grpc(triton: TritonServer) -> None:
+    """One call, many at once, and errors with a real status code."""
+    with triton_grpc.InferenceServerClient(triton.grpc_url) as client:
+
+        def picture(seed: int) -> np.ndarray[Any, Any]:
+            parameters = {"seed": seed, "num_inference_steps": 3}
+            result = client.infer("unary", ensemble_inputs(PROMPT, None), parameters=parameters)
+            assert json.loads(result.as_numpy("info")[0])["seed"] == seed
+            pixels: np.ndarray[Any, Any] = result.as_numpy("images").astype(int)
+            return pixels
+
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(picture, range(8)))
+        for seed, pixels in enumerate(together):
+            assert np.abs(pixels - picture(seed)).max() <= 1
+        with pytest.raises(triton_grpc.InferenceServerException) as caught:
+            client.infer("unary", ensemble_inputs(PROMPT, None), parameters={"seed": -1})
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_plain_infer_over_http(triton: TritonServer) -> None:
+    client = triton_http.InferenceServerClient(triton.http_url.removeprefix("http://"))
+    prompt = triton_http.InferInput("prompt", [1], "BYTES")
+    prompt.set_data_from_numpy(np.array([PROMPT.encode()], dtype=np.object_))
+    result = client.infer("unary", [prompt], parameters={"seed": 1, "num_inference_steps": 2})
+    assert result.as_numpy("images").shape == (64, 64, 3)
+    client.close()
+
+
+def test_our_client_and_the_adapter_serve_both_kinds(triton: TritonServer) -> None:
+    with DiffusionClient(triton.grpc_url) as client:
+        assert client.generate("unary", PROMPT, seed=1, num_inference_steps=2).info["seed"] == 1
+    adapter = Adapter(triton, host="127.0.0.1", port=free_ports(1)[0])
+    adapter.start()
+    try:
+        while not adapter.is_ready():
+            assert adapter.process.poll() is None, adapter.process.tail()
+        openai = OpenAI(base_url=f"{adapter.url}/v1", api_key="unused", max_retries=0)
+        answer = openai.images.generate(
+            model="unary", prompt=PROMPT, n=2, extra_body={"num_inference_steps": 2}
+        )
+        assert answer.data is not None
+        assert len(answer.data) == 2
+    finally:
+        assert adapter.stop()
+
+
+def test_every_instance_was_warmed(triton: TritonServer) -> None:
+    """Two instances of denoise, each with two sizes and their batches; encode with one request and with two."""
+    with triton_grpc.InferenceServerClient(triton.grpc_url) as client:
+        statistics = client.get_inference_statistics("unary_vae_decode").model_stats[0]
+        # lossless and high, at two sizes, by one and by two requests: before any request of ours.
+        assert statistics.inference_stats.success.count >= 2 * 2 * (1 + 2)
+        assert client.get_model_config("unary_denoise").config.instance_group[0].count == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("broken_denoise/warmup/64x64.conditioning", "warmup sample '64x64'"),
+        ("broken_vae_decode/warmup/64x64_high.settings", "warmup sample '64x64_high'"),
+    ],
+)
+def test_a_broken_warmup_stops_the_server_and_names_the_sample(tmp_path: Path, file: str, words: str) -> None:
+    repository = tmp_path / "repository"
+    add(str(PIPELINE), "broken", repository)
+    path = repository / file
+    path.write_bytes(path.read_bytes()[:4] + b"x" * (path.stat().st_size - 4))
+    triton = TritonServer(repository, data_dir=tmp_path / "data", exit_timeout=30)
+    triton.start()
+    try:
+        with pytest.raises(LaunchError, match=words):
+            triton.wait_ready(120)
+    finally:
+        triton.stop()
+
+
+def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
+    shutil.copytree(PIPELINE, tmp_path / "pipeline")
+    add(str(tmp_path / "pipeline"), "gone", tmp_path / "repository")
+    (tmp_path / "pipeline/transformer/diffusion_pytorch_model.safetensors").unlink()
+    triton = TritonServer(tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30)
+    triton.start()
+    try:
+        with pytest.raises(LaunchError, match=r"gone_denoise.*transformer: it has no weights"):
+            triton.wait_ready(120)
+    finally:
+        triton.stop()
