@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diffusion_backend.healing_report import TRITON
-from diffusion_backend.model_control import LOADING, READY, ControlError, ModelControl
+from diffusion_backend.model_control import LOADING, READY, UNLOADING, ControlError, ModelControl
 from diffusion_backend.processes import LaunchError
 from diffusion_backend.stub_watcher import BeyondRepairError, StubWatcher
 
@@ -112,6 +112,7 @@ class Healer:
             except ControlError:
                 return
             triton.load_next_time({model for model, state in states.items() if state in (READY, LOADING)})
+            self._stubs.limit_unloading({model for model, state in states.items() if state == UNLOADING})
 
     def _end_triton(self, message: str, reason: str) -> None:
         if self._down_since is None:

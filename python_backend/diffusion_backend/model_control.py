@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 from diffusion_backend.client import CHANNEL_ARGS
 
 ADMIN_KEY_METADATA = "triton-grpc-protocol-admin-key"
-READY, LOADING = "READY", "LOADING"
+READY, LOADING, UNLOADING = "READY", "LOADING", "UNLOADING"
 _CALL_SECONDS = 5.0
 # Loading reads weights and runs the warmup; one that takes longer than this has failed.
 _RELOAD_SECONDS = 1800.0

@@ -73,6 +73,7 @@ class StubWatcher:
         self._stubs: dict[int, Stub] = {}
         self._patients: dict[str, _Patient] = {}
         self._replaced: dict[int, float] = {}  # stubs, and when their grace is over
+        self._requests_lost = False
         # One load at a time: tritonserver 2.51 crashed when many failed at once.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
         self._loading: tuple[str, Future[None]] | None = None
@@ -85,6 +86,7 @@ class StubWatcher:
     def forget(self) -> None:
         """Start over, with another tritonserver."""
         self._stubs, self._patients, self._replaced, self._loading = {}, {}, {}, None
+        self._requests_lost = False
 
     def close(self) -> None:
         """End the loading thread; a load that is still running ends with its tritonserver."""
@@ -108,6 +110,14 @@ class StubWatcher:
             if self._loading is None and now >= patient.due:
                 self._treat(model, patient)
 
+    def limit_unloading(self, models: set[str]) -> None:
+        """These are being unloaded, which Triton never ends where an ensemble's requests were lost."""
+        if self._requests_lost:
+            end = time.monotonic() + self._grace
+            for pid, stub in self._stubs.items():
+                if stub.model in models:
+                    self._replaced.setdefault(pid, end)
+
     def _treat(self, model: str, patient: _Patient) -> None:
         try:
             short = self._is_short(model)
@@ -128,6 +138,7 @@ class StubWatcher:
             raise BeyondRepairError(f"{model} could not be loaded again in {MAX_RELOADS} tries")
         if not patient.reloads:
             self._say(f"a process of {model} died; loading it again")
+        self._requests_lost = True
         patient.reloads += 1
         patient.survivors = {pid for pid, stub in self._stubs.items() if stub.model == model}
         self._count(model, "a process died" if patient.reloads == 1 else "loading failed")

@@ -116,6 +116,10 @@ def is_healthy(serving: Launched) -> bool:
     return httpx.get(f"{serving.url}/health", timeout=30).status_code == 200
 
 
+def admin_key(serving: Launched) -> dict[str, str]:
+    return {"triton-grpc-protocol-admin-key": (serving.data_dir / "admin-key").read_text().strip()}
+
+
 def restarts(serving: Launched) -> dict[str, float]:
     text = httpx.get(f"{serving.url}/metrics").text
     found = re.findall(r'^triton_diffusion_restarts_total\{part="([^"]+)".*\} (\S+)$', text, re.MULTILINE)
@@ -158,32 +162,22 @@ def kill_stub(serving: Launched, stage: str, expected: list[Pixels], model: str 
         wait_for(lambda: len(serving.regions()) == len(others))
 
 
-@pytest.mark.parametrize("stage", ["encode", "denoise", "vae_decode"])
-def test_a_killed_stage(serving: Launched, expected: list[Pixels], stage: str) -> None:
-    kill_stub(serving, f"{MODEL}_{stage}", expected)
-
-
-def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None:
-    kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
-
-
 def test_a_model_is_unloaded_and_loaded_while_another_serves(
     serving: Launched, expected: list[Pixels]
 ) -> None:
-    key = {"triton-grpc-protocol-admin-key": (serving.data_dir / "admin-key").read_text().strip()}
     client = InferenceServerClient(serving.grpc_url)
 
     def served() -> set[str]:
         return {card["id"] for card in httpx.get(f"{serving.url}/v1/models").json()["data"]}
 
     with Load(serving.url, MODEL) as load:
-        client.unload_model(TWIN, headers=key, unload_dependents=True)
+        client.unload_model(TWIN, headers=admin_key(serving), unload_dependents=True)
         wait_for(lambda: served() == {MODEL})
         assert is_healthy(serving)
         refused = ask(serving.url, TWIN, 0)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         wait_for(lambda: serving.stubs(f"{TWIN}_encode") == [])
-        client.load_model(TWIN, headers=key)
+        client.load_model(TWIN, headers=admin_key(serving))
         wait_for(lambda: served() == {MODEL, TWIN})
         wait_for(lambda: is_healthy(serving))
         assert np.array_equal(pixels(ask(serving.url, TWIN, 0)), expected[0])
@@ -191,6 +185,15 @@ def test_a_model_is_unloaded_and_loaded_while_another_serves(
     assert load.failures == []
     load.assert_well(expected)
     assert f"process of {TWIN}_encode" not in serving.output()
+
+
+@pytest.mark.parametrize("stage", ["encode", "denoise", "vae_decode"])
+def test_a_killed_stage(serving: Launched, expected: list[Pixels], stage: str) -> None:
+    kill_stub(serving, f"{MODEL}_{stage}", expected)
+
+
+def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None:
+    kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
 
 
 def test_a_killed_tritonserver(serving: Launched, expected: list[Pixels]) -> None:
@@ -207,6 +210,18 @@ def test_many_deaths(serving: Launched, expected: list[Pixels]) -> None:
         kill_stub(serving, stage, expected)
     for _ in range(3):
         kill_under_load(serving, serving.triton_pid(), "tritonserver", expected)
+
+
+@pytest.mark.long
+def test_a_model_that_lost_requests_can_be_unloaded(serving: Launched, expected: list[Pixels]) -> None:
+    """Triton waits for them for ever, and keeps all stages of their ensemble."""
+    kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
+    with InferenceServerClient(serving.grpc_url) as client:
+        client.unload_model(TWIN, headers=admin_key(serving), unload_dependents=True)
+        stages = [f"{TWIN}_{stage}" for stage in ("encode", "denoise", "vae_decode")]
+        wait_for(lambda: not any(serving.stubs(stage) for stage in stages), 90)
+        client.load_model(TWIN, headers=admin_key(serving))
+    wait_for(lambda: ask(serving.url, TWIN, 0).status_code == 200)
 
 
 def test_it_still_stops_and_leaves_nothing(serving: Launched) -> None:
