@@ -71,7 +71,7 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
         return {"generator": base64.b64encode(value.get_state().numpy().tobytes()).decode()}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise TypeError(f"a {type(value).__name__} cannot travel between stages")
+    raise TypeError(f"an object of class {type(value).__name__} cannot travel between stages")
 
 
 def from_skeleton(skeleton: Any, fetch: Callable[[Any], torch.Tensor]) -> Any:

@@ -140,7 +140,7 @@ class ReturnsObjects(StableDiffusionPipeline):
         (EncodesOutsideItsMethods, "it uses its CLIPTextModel outside the stage that holds it"),
         (NeverDenoises, "it decodes before it denoises"),
         (NeverDecodes, "it ended without decoding"),
-        (ReturnsObjects, "a object cannot travel between stages"),
+        (ReturnsObjects, "an object of class object cannot travel"),
     ],
 )
 def test_what_does_not_split_is_refused_by_name(

@@ -98,3 +98,13 @@ def test_the_encode_stage_holds_the_vae_only_to_encode_images(saved: Saved, take
     )
     assert {weight.is_meta for weight in pipe.vae.parameters()} == {not takes_image}
     assert {weight.is_meta for weight in pipe.text_encoder.parameters()} == {False}
+
+
+def test_runs_share_no_scheduler_and_no_guider(saved: Saved) -> None:
+    """HunyuanImage's guiders keep a momentum: runs side by side would add to each other's."""
+    pipeline = loading.open_pipeline(str(saved(by_name("HunyuanImage 2.1"))))
+    pipe = loading.load_dry(pipeline, loading.Stage.DENOISE, methods=seams.STAND_IN_METHODS)
+    runs = [seams._private_copy(pipe) for _ in range(2)]
+    for name in ("scheduler", "guider", "ocr_guider", "vae"):
+        assert len({id(getattr(each, name)) for each in (pipe, *runs)}) == 3, name
+    assert runs[0].transformer is runs[1].transformer is pipe.transformer

@@ -93,9 +93,11 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
     calls = seams.record(encoder, arguments_of(encoder, family, limits, settings))
     blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0))
     arrived = conditioning.unpack(blob)
-    denoised = seams.replay(
-        denoiser, arrived.calls, arguments_of(denoiser, family, limits, settings), settings.seed
+    denoised, again = (
+        seams.replay(denoiser, arrived.calls, arguments_of(denoiser, family, limits, settings), settings.seed)
+        for _ in range(2)
     )
+    assert torch.equal(denoised.latents, again.latents), "a run left state behind"
     wire = np.ascontiguousarray(denoised.latents[0].numpy())
     assert wire.dtype == np.float32
     sent = DecodeSettings(
