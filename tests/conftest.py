@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,12 @@ tune_process()
 
 
 @pytest.fixture(scope="session")
-def model_repository() -> Path:
-    """The model repository that the server under test serves."""
-    return ROOT / "model_repository"
+def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model repository that the server under test serves: emoji-flux, whatever else was added to the checkout's."""
+    repository = tmp_path_factory.mktemp("models") / "model_repository"
+    for folder in (ROOT / "model_repository").glob("emoji-flux*"):
+        shutil.copytree(folder, repository / folder.name, ignore=shutil.ignore_patterns("training"))
+    return repository
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     from diffusion_backend import container, launcher
 
-    parser = argparse.ArgumentParser(prog="triton-diffusion", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="triton-diffusion", description="Diffusers pipelines on Triton: serve them, manage a repository."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     serve = commands.add_parser("serve", help="run tritonserver and the OpenAI adapter")
@@ -40,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add_builder_commands(commands: Any) -> None:
+    from diffusion_backend import launcher
+
     add = commands.add_parser("add", help="add a diffusers pipeline to a model repository")
     add.add_argument("source", help="a diffusers folder, or a hub id (org/name)")
     add.add_argument("--name", required=True, help="the model's name in Triton and in the OpenAI API")
@@ -72,7 +76,7 @@ def _add_builder_commands(commands: Any) -> None:
 
     for command in (add, listing, remove):
         command.add_argument(
-            "--repository", type=Path, default=Path("model_repository"), help="default: %(default)s"
+            "--repository", type=Path, default=launcher.default_repository(), help="default: %(default)s"
         )
 
 

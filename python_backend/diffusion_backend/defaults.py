@@ -21,7 +21,16 @@ DEFAULT_PROMPT = "a red apple on a wooden table"
 MAX_STEPS = 200
 MAX_SIDE = 16384
 # Arguments of a call that belong to the request or to the stages.
-RESERVED = ("self", "generator", "output_type", "return_dict", "num_images_per_prompt", "latents")
+RESERVED = (
+    "self",
+    "generator",
+    "output_type",
+    "return_dict",
+    "num_images_per_prompt",
+    "latents",
+    "sigmas",
+    "timesteps",
+)
 SIZE_MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -104,7 +113,9 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise unusable(f"{GENERATION_CONFIG} is not a JSON object")
     for key, value in config.items():
-        if key in RESERVED or not isinstance(value, bool | int | float | str) or key.endswith("_embeds"):
+        parts = value if isinstance(value, list) else [value]
+        plain = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
+        if key in RESERVED or key.endswith("_embeds") or not plain:
             raise unusable(f"{GENERATION_CONFIG} has {show(key)}: {show(value)}, which a default cannot be")
     for key in ("width", "height", "num_inference_steps"):
         value = config.get(key, 1)

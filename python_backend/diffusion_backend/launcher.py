@@ -194,9 +194,15 @@ class Server:
         self.stop()
 
 
+def default_repository() -> Path:
+    """The checkout's model repository; without a checkout, that of the current folder."""
+    repository = CHECKOUT / "model_repository"
+    return repository if repository.is_dir() else Path("model_repository")
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``triton-diffusion serve``."""
-    repository = CHECKOUT / "model_repository"
+    parser.description = "Run tritonserver and the OpenAI adapter until Ctrl-C."
     parser.add_argument("--host", default=LOOPBACK, help="the adapter's address (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=9000, help="the adapter's port (default: %(default)s)")
     for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -209,7 +215,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-repository",
         type=Path,
-        default=repository if repository.is_dir() else Path("model_repository"),
+        default=default_repository(),
         help="the models: every ensemble in this folder is served (default: %(default)s)",
     )
     parser.add_argument(
@@ -285,7 +291,7 @@ def _run(server: Server, signals: _StopSignals) -> int:
         if _wait_until_ready(server, signals):
             _announce(server, time.monotonic() - started)
             _keep_alive(server, signals)
-        _say("stopping")
+        _say("stopping: running requests may end first; Ctrl-C again kills")
     finally:
         orderly = server.stop(signals.hurry)
     if not orderly:
