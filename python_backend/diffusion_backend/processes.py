@@ -121,8 +121,10 @@ class ManagedProcess:
             self._guard.stdin.flush()
 
     def _dismiss_guard(self) -> None:
-        self._tell_guard(guard.DONE)
         assert self._guard.stdin is not None
+        if self._guard.stdin.closed:
+            return
+        self._tell_guard(guard.DONE)
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
         self._guard.wait()
