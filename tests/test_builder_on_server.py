@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from diffusion_backend.client import DiffusionClient, ensemble_inputs
+from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.launcher import Adapter
 from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.repository import BuildOptions, add
@@ -68,7 +69,9 @@ def test_plain_infer_over_http(triton: TritonServer) -> None:
 def test_our_client_and_the_adapter_serve_both_kinds(triton: TritonServer) -> None:
     with DiffusionClient(triton.grpc_url) as client:
         assert client.generate("unary", PROMPT, seed=1, num_inference_steps=2).info["seed"] == 1
-    adapter = Adapter(triton, host="127.0.0.1", port=free_ports(1)[0])
+    adapter = Adapter(
+        triton, ReportFile(triton.data_dir / "healing.json"), host="127.0.0.1", port=free_ports(1)[0]
+    )
     adapter.start()
     try:
         while not adapter.is_ready():

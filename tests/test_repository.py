@@ -174,6 +174,13 @@ def test_pickle_weights_are_never_loaded(tmp_path: Path) -> None:
         add(str(source), "broken", tmp_path / "repository")
 
 
+def test_a_variant_alone_is_not_loaded(tmp_path: Path) -> None:
+    source = broken_copy(tmp_path, {})
+    (source / WEIGHTS).rename(source / WEIGHTS.replace("model.", "model.fp16."))
+    with pytest.raises(DiffusionError, match=r"only a variant of its weights \(diffusion_pytorch_model.fp16"):
+        add(str(source), "broken", tmp_path / "repository")
+
+
 def test_a_half_present_folder(tmp_path: Path) -> None:
     source = broken_copy(tmp_path, {})
     shutil.rmtree(source / "text_encoder_2")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_backend.client import AsyncDiffusionClient
+from diffusion_backend.client import AsyncDiffusionClient, to_error
 from diffusion_backend.errors import DiffusionError, Status
 from tritonclient.utils import InferenceServerException
 
 logger = logging.getLogger(__name__)
 
 _QUESTION_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0  # a stage answers after the batch that it is at
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Canary:
         self._stages = {
             name: self._stages.get(name) or _Stage(batched) for name, batched in sorted(stages.items())
         }
+        for name, batched in stages.items():
+            self._stages[name].batched = batched
 
     def ask(self, client: AsyncDiffusionClient) -> None:
         """Ask every stage that does not owe an answer."""
@@ -84,11 +87,12 @@ class Canary:
             # Newer servers know that one of several instances is dead, also when another one answers.
             if not await client.triton.is_model_ready(name, client_timeout=_QUESTION_SECONDS):
                 raise DiffusionError("Triton says it is not ready", status=Status.UNAVAILABLE)
-            stage.description = await client.describe(name, batched=stage.batched, timeout=_QUESTION_SECONDS)
+            stage.description = await client.describe(name, batched=stage.batched, timeout=_ANSWER_SECONDS)
             stage.proven_at = asked_at
             stage.problem = None
         except (DiffusionError, InferenceServerException) as error:
-            if isinstance(error, DiffusionError) and error.code == "deadline_exceeded":
+            failure = error if isinstance(error, DiffusionError) else to_error(error)
+            if failure.code == "deadline_exceeded":
                 return
             logger.debug("%s does not describe itself: %s", name, error)
             stage.problem = "it does not answer"

@@ -118,6 +118,7 @@ class ImageGenerator:
                 settings.prompt,
                 negative_prompt=settings.negative_prompt,
                 request_id=request_id,
+                timeout=self._timeout,
                 **parameters,
             )
 

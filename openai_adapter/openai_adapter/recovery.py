@@ -48,7 +48,10 @@ class Recovery:
         try:
             for number in range(ATTEMPTS):
                 if number:
-                    await self._wait_until_well(model)
+                    await self._wait_until_well(model, attempts)
+                    if (made := _made(attempts)) is not None:
+                        self._metrics.interruptions.labels("recovered").inc()
+                        return made
                 loss = self._registry.loss(model)
                 attempts.append(asyncio.create_task(attempt()))
                 generation = await _first_result(attempts, loss)
@@ -64,11 +67,12 @@ class Recovery:
             await asyncio.gather(*attempts, return_exceptions=True)
         raise self._interrupted()
 
-    async def _wait_until_well(self, model: str) -> None:
+    async def _wait_until_well(self, model: str, attempts: list[asyncio.Task[Generation]]) -> None:
+        """Until another attempt is worth it, or an earlier one has made the picture after all."""
         moment = time.monotonic() + NOTICE_SECONDS
         try:
             async with asyncio.timeout(RECOVERY_SECONDS):
-                while not self._triton.is_proven(model, moment):
+                while _made(attempts) is None and not self._triton.is_proven(model, moment):
                     self._registry.find(model)  # 404 when it was unloaded meanwhile
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
@@ -79,6 +83,14 @@ class Recovery:
         return unavailable(
             "the model server lost a process while it made this picture", "generation_interrupted"
         )
+
+
+def _made(attempts: list[asyncio.Task[Generation]]) -> Generation | None:
+    """What an attempt made that was thought lost: its stage was past the process that died."""
+    for task in attempts:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            return task.result()
+    return None
 
 
 async def _first_result(attempts: list[asyncio.Task[Generation]], loss: asyncio.Event) -> Generation | None:

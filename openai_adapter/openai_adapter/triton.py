@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from diffusion_backend.client import AsyncDiffusionClient, limits_from_config
 from diffusion_backend.healing_report import TRITON, HealingReport, read_report
-from pydantic import ValidationError
 from tritonclient.utils import InferenceServerException
 
 from openai_adapter.canary import Canary
@@ -46,6 +45,7 @@ class Triton:
         self._ready: set[str] = set()  # the ensembles that Triton calls ready
         self._server_problem: str | None = registry.problem
         self._refresh_at = 0.0
+        self._foreign: set[str] = set()  # ensembles that are none of ours, each said once
 
     async def __aenter__(self) -> Self:
         self.client = AsyncDiffusionClient(self._settings.triton_url)
@@ -201,7 +201,9 @@ class Triton:
         self._registry.models = models
         stages = sorted({stage for model in models.values() for stage in model.stages})
         batched = await asyncio.gather(*map(self._is_batched, stages))
-        self._canary.watch(dict(zip(stages, batched, strict=True)))
+        self._canary.watch(
+            {stage: known for stage, known in zip(stages, batched, strict=True) if known is not None}
+        )
 
     async def _list_names(self) -> list[str]:
         key = self._settings.triton_admin_key
@@ -231,8 +233,10 @@ class Triton:
         except InferenceServerException as error:
             logger.debug("no configuration of %s: %s", name, error)
             return known
-        except ValidationError as error:
-            logger.warning("the parameters of the ensemble %s are not ours: %s", name, error)
+        except ValueError as error:
+            if name not in self._foreign:
+                logger.warning("the parameters of the ensemble %s are not ours: %s", name, error)
+            self._foreign.add(name)
             return known
         steps = [step.model_name for step in answer.config.ensemble_scheduling.step]
         return replace(
@@ -241,12 +245,12 @@ class Triton:
             stages={stage: self._canary.description(stage) for stage in steps},
         )
 
-    async def _is_batched(self, stage: str) -> bool:
+    async def _is_batched(self, stage: str) -> bool | None:
         try:
             answer = await self.client.triton.get_model_config(stage, client_timeout=CALL_TIMEOUT_SECONDS)
         except InferenceServerException as error:
             logger.debug("no configuration of %s: %s", stage, error)
-            return False
+            return None
         return bool(answer.config.max_batch_size > 0)
 
     def _set_problem(self, problem: str | None) -> None:

@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except DiffusionError as error:
-        print(f"triton-diffusion: {error.message}", file=sys.stderr)
+    except (DiffusionError, OSError, ValueError) as error:
+        print(f"triton-diffusion: {error}", file=sys.stderr)
         return 1
 
 

@@ -110,7 +110,7 @@ def limits_from_config(config: Any) -> ModelLimits:
 
 def _one(generation: Generation | None) -> Generation:
     if generation is None:
-        raise DiffusionError("the server ended the request without a picture")
+        raise DiffusionError("the server ended the request without a picture", status=Status.UNAVAILABLE)
     return generation
 
 
@@ -276,5 +276,5 @@ class AsyncDiffusionClient:
         if failure is not None:
             raise to_error(failure) from failure
         if answer is None:
-            raise DiffusionError("the server ended the request without an answer", status=Status.CANCELLED)
+            raise DiffusionError("the server ended the request without an answer", status=Status.UNAVAILABLE)
         return answer

@@ -39,6 +39,7 @@ class ReportFile:
         self.path = path
         self._restarts: Counter[tuple[str, str]] = Counter()
         self._ailing: dict[str, str] = {}
+        self._is_true = False
 
     def count(self, part: str, reason: str) -> None:
         """``part`` is started again because of ``reason``."""
@@ -47,19 +48,24 @@ class ReportFile:
 
     def set_ailing(self, ailing: dict[str, str]) -> None:
         """Which parts do not work now."""
-        if ailing != self._ailing:
+        if ailing != self._ailing or not self._is_true:
             self._ailing = ailing
             self.write()
 
     def write(self) -> None:
-        """Bring the file up to date."""
+        """Bring the file up to date. Where that fails (a full disk, say) ``set_ailing`` tries again."""
         restarts = [
             {"part": part, "reason": reason, "count": count}
             for (part, reason), count in sorted(self._restarts.items())
         ]
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({"ailing": self._ailing, "restarts": restarts}))
-        new.replace(self.path)  # whole, for whoever reads it just now
+        try:
+            new.write_text(json.dumps({"ailing": self._ailing, "restarts": restarts}))
+            new.replace(self.path)  # whole, for whoever reads it just now
+        except OSError:
+            self._is_true = False
+        else:
+            self._is_true = True
 
     def remove(self) -> None:
         """There is nobody any more who would keep it true."""

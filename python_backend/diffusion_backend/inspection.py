@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_backend.loading import Component, PipelineFolder, Stage
+from diffusion_backend.loading import Component, PipelineFolder, Stage, weight_files
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -42,20 +42,26 @@ def _inspect(component: Component, folder: Path) -> ComponentFiles:
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(f"{component.name}: it has no config.json")
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     missing = sorted(_indexed(folder) - {path.name for path in files})
     if missing:
         problems.append(f"{component.name}: its index names files that are not there: {', '.join(missing)}")
     if not files:
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-        reason = (
-            f"only pickle weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
-        )
-        problems.append(f"{component.name}: it has {reason}; allowed: safetensors")
+        problems.append(f"{component.name}: it has {_what_instead(folder)}; allowed: safetensors")
     broken = [path.name for path in files if not _is_whole(path)]
     if broken:
         problems.append(f"{component.name}: cut short or damaged: {', '.join(broken)}")
     return ComponentFiles(component, files, problems)
+
+
+def _what_instead(folder: Path) -> str:
+    """What a component has in place of weights that are loaded."""
+    names = sorted(path.name for path in folder.iterdir())
+    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+        return f"only pickle weights ({', '.join(pickles)}), which are never loaded"
+    if variants := [name for name in names if name.endswith(".safetensors")]:
+        return f"only a variant of its weights ({', '.join(variants)})"
+    return "no weights"
 
 
 def _indexed(folder: Path) -> set[str]:
@@ -78,7 +84,10 @@ def _is_whole(path: Path) -> bool:
             return False
         try:
             header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            end = max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return False
-    return size == 8 + length + max(ends, default=0)
+    return bool(size == 8 + length + end)

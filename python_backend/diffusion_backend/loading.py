@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -223,11 +224,17 @@ def _assemble(
     return pipe
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors that ``from_pretrained`` opens: not those of a variant, such as ``model.fp16.safetensors``."""
+    variant = re.compile(r"\.[A-Za-z0-9_]+(-\d+-of-\d+)?\.safetensors")
+    return [path for path in sorted(folder.glob("*.safetensors")) if not variant.search(path.name)]
+
+
 def _stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of the largest tensor in a component's safetensors."""
     largest, dtype = 0, torch.float32
     names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118 - safe_open is no mapping
                 view = weights.get_slice(key)

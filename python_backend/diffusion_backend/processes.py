@@ -82,7 +82,8 @@ class ManagedProcess:
             while self.poll() is None and time.monotonic() < deadline and not hurry():
                 time.sleep(_POLL_SECONDS)
         guard.kill_group(self.pid)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            self._process.wait(timeout=1)
         if self.regions:
             guard.remove_regions(self.regions)
         self._dismiss_guard()
@@ -121,10 +122,10 @@ class ManagedProcess:
             self._guard.stdin.flush()
 
     def _dismiss_guard(self) -> None:
-        if self._guard.returncode is not None:
+        assert self._guard.stdin is not None
+        if self._guard.stdin.closed:
             return
         self._tell_guard(guard.DONE)
-        assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
         self._guard.wait()

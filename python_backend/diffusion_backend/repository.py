@@ -88,7 +88,8 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
             dtype=options.dtype,
             default_quality=options.default_quality,
         )
-        sizes = [parse_size(size, limits) for size in options.warmup_sizes]
+    sizes = [parse_size(size, limits) for size in options.warmup_sizes]
+    with _refusals_name(pipeline):
         warmup = build_warmup(limits, runs, sizes, options.warmup_batches)
     return _install(name, repository, _files(name, limits, options, warmup))
 

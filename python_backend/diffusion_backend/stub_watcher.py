@@ -99,6 +99,10 @@ class StubWatcher:
             BeyondRepairError: a model could not be loaded again, and why.
         """
         stubs = find_stubs(tritonserver)
+        for pid, stub in self._stubs.items():
+            # The kernel's list of children may miss some while others end.
+            if pid not in stubs and _read_stub(pid) == stub:
+                stubs[pid] = stub
         now = time.monotonic()
         for pid in self._stubs.keys() - stubs.keys():
             lost = self._stubs[pid]
@@ -120,7 +124,7 @@ class StubWatcher:
 
     def _treat(self, model: str, patient: _Patient) -> None:
         try:
-            short = self._is_short(model)
+            short = self._is_short(model, besides=patient.survivors)
         except ControlError as error:
             # tritonserver may be ending; if it isn't, it will answer the next time.
             logger.debug("cannot ask about %s: %s", model, error)
@@ -144,17 +148,16 @@ class StubWatcher:
         self._count(model, "a process died" if patient.reloads == 1 else "loading failed")
         self._loading = model, self._loader.submit(self._control.reload, model)
 
-    def _is_short(self, model: str) -> bool:
-        """Whether a model that Triton calls ready has fewer stubs than instances.
+    def _is_short(self, model: str, besides: set[int]) -> bool:
+        """Whether a model that Triton calls ready has fewer stubs than instances, ``besides`` those of before.
 
         One that was unloaded, or is being unloaded, is in no such state: its stubs ended as they should. One that
         an operator loads anew has the new stubs before the old ones end.
         """
         if self._control.states().get(model) != READY:
             return False
-        stubs = [
-            pid for pid, stub in self._stubs.items() if stub.model == model and pid not in self._replaced
-        ]
+        old = besides | self._replaced.keys()
+        stubs = [pid for pid, stub in self._stubs.items() if stub.model == model and pid not in old]
         return len(stubs) < self._control.instances(model)
 
     def _tidy_up(self, patient: _Patient) -> None:

@@ -52,6 +52,7 @@ def test_stop_leaves_nothing_of_the_group(tmp_path: Path) -> None:
         assert group_members(process.pid) == []
         assert not region.exists()
         assert other.exists()
+        assert process.stop()  # again: nothing to do
     finally:
         other.unlink()
 

@@ -253,6 +253,12 @@ def test_the_report_is_read_back_and_may_be_missing(tmp_path: Path) -> None:
     file.count("one", "died")
     file.count("one", "died")
     assert read_report(file.path) == HealingReport({"one": "it died"}, {("one", "died"): 2})
+    (tmp_path / "report.new").mkdir()  # in the way of the next one
+    file.set_ailing({})
+    assert read_report(file.path).ailing == {"one": "it died"}
+    (tmp_path / "report.new").rmdir()
+    file.set_ailing({})
+    assert read_report(file.path).ailing == {}
     file.path.write_text("{")
     assert read_report(file.path) == HealingReport()
     file.remove()

@@ -85,9 +85,13 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
     Raises:
         DiffusionError: a file that the stage needs is missing or damaged.
     """
+    import torch
+
     from diffusion_backend import inspection, loading, seams
 
     started = time.perf_counter()
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)  # the current device is this thread's, and kernels go to it
     pipeline = loading.open_pipeline(config.source)
     for found in inspection.inspect_pipeline(pipeline):
         if found.problems and found.component.stage == stage:
@@ -142,9 +146,7 @@ def choose_device(kind: str, device_id: str) -> torch.device:
         )
     if wish == "cpu" or not available or (wish == "auto" and kind != "GPU"):
         return torch.device("cpu")
-    device = torch.device("cuda", int(device_id))
-    torch.cuda.set_device(device)  # kernels are launched on the current device
-    return device
+    return torch.device("cuda", int(device_id))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
