@@ -19,13 +19,32 @@ START_SECONDS = 240
 # As the stages do: the tests' own threads must not keep a core from the server's processes.
 tune_process()
 
+# An operator's own, beside ours: it is loaded, and no model of the OpenAI API.
+FOREIGN_ENSEMBLE = """
+platform: "ensemble"
+input [ { name: "prompt" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "conditioning" data_type: TYPE_UINT8 dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "emoji-flux_encode"
+  model_version: -1
+  input_map { key: "prompt" value: "prompt" }
+  output_map { key: "conditioning" value: "conditioning" }
+} ] }
+parameters { key: "owner" value: { string_value: "somebody" } }
+"""
+
 
 @pytest.fixture(scope="session")
 def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model repository that the server under test serves: emoji-flux, whatever else was added to the checkout's."""
+    """The model repository that the server under test serves: emoji-flux, and somebody's own ensemble.
+
+    Copied, so that models which were added to the checkout's do not count.
+    """
     repository = tmp_path_factory.mktemp("models") / "model_repository"
     for folder in (ROOT / "model_repository").glob("emoji-flux*"):
         shutil.copytree(folder, repository / folder.name, ignore=shutil.ignore_patterns("training"))
+    (repository / "of_somebody/1").mkdir(parents=True)
+    (repository / "of_somebody/config.pbtxt").write_text(FOREIGN_ENSEMBLE)
     return repository
 
 

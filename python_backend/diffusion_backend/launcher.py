@@ -322,9 +322,10 @@ def _wait_until_ready(server: Server, signals: _StopSignals) -> bool:
 
 def _announce(server: Server, seconds: float) -> None:
     url = server.adapter.url
+    models = server.triton.pipelines()
+    hint = f" Try:\n\n{curl_line(url, models[0])}\n" if models else ""
     _say(
-        f"ready after {seconds:.0f} s: {url}/v1 serves {', '.join(server.triton.models)}\n"
-        f"Ctrl-C stops it. Try:\n\n{curl_line(url, server.triton.models[0])}\n"
+        f"ready after {seconds:.0f} s: {url}/v1 serves {', '.join(models) or 'no model'}\nCtrl-C stops it.{hint}"
     )
 
 

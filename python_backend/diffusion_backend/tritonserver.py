@@ -85,6 +85,14 @@ class TritonServer:
         self._to_load = set(self.models)
         self._requests_lost = False
 
+    def pipelines(self) -> list[str]:
+        """The ensembles that are ours; an operator may have others beside them."""
+        return [
+            model
+            for model in self.models
+            if "pipeline_class" in read_model_config(self.repository / model).parameters
+        ]
+
     @property
     def grpc_url(self) -> str:
         return f"{LOOPBACK}:{self.ports.grpc}"

@@ -138,3 +138,12 @@ def test_losses_of_other_models_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     scene = Scene(monkeypatch, [0.2, picture(1)])
     assert scene.run(lambda: scene.registry.report_loss("two_denoise")).info == {"number": 1}
     assert scene.started == 1
+
+
+def test_a_picture_made_while_the_model_heals_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encode process dies; what had passed it goes on in denoise, and ends before the model is well."""
+    scene = Scene(monkeypatch, [0.2, picture(1)])
+    monkeypatch.setattr(scene.recovery._triton, "is_proven", lambda _name, _moment: False)
+    assert scene.run(then=scene.lose).info["number"] == 1
+    assert scene.started == 1
+    assert scene.outcomes() == {"recovered": 1, "failed": None}
