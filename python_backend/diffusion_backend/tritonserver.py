@@ -16,7 +16,7 @@ from typing import Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
-from diffusion_backend.model_config import list_ensembles
+from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in sorted(self._to_load)),
+            *(f"--load-model={model}" for model in self._ensembles_to_load()),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
@@ -201,6 +201,10 @@ class TritonServer:
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
         ]
+
+    def _ensembles_to_load(self) -> list[str]:
+        # Triton loads their stages with them. One that was named itself would stay when its ensemble is unloaded.
+        return sorted(model for model in self._to_load if _may_be_ensemble(self.repository / model))
 
     def _write_admin_key(self) -> None:
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -277,6 +281,13 @@ def _ensembles(repository: Path) -> list[str]:
     if not models:
         raise LaunchError(f"{repository} has no ensemble: put a model into it with triton-diffusion add")
     return models
+
+
+def _may_be_ensemble(folder: Path) -> bool:
+    try:
+        return read_model_config(folder).is_ensemble
+    except (OSError, ValueError):
+        return True  # Triton will say what is wrong with it
 
 
 def _environment(device: str) -> dict[str, str]:
