@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diffusion_backend.healing_report import TRITON
-from diffusion_backend.model_control import LOADING, READY, UNLOADING, ControlError, ModelControl
+from diffusion_backend.model_control import LOADING, READY, ControlError, ModelControl
 from diffusion_backend.processes import LaunchError
 from diffusion_backend.stub_watcher import BeyondRepairError, StubWatcher
 
 if TYPE_CHECKING:
     from diffusion_backend.launcher import Server
+
+logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
 DEATHS_WINDOW_SECONDS = 600.0
@@ -109,10 +112,10 @@ class Healer:
             self._models_due = time.monotonic() + _MODELS_SECONDS
             try:
                 states = self._control.states()
-            except ControlError:
-                return
-            triton.load_next_time({model for model, state in states.items() if state in (READY, LOADING)})
-            self._stubs.limit_unloading({model for model, state in states.items() if state == UNLOADING})
+                triton.load_next_time({model for model, state in states.items() if state in (READY, LOADING)})
+                self._stubs.follow_unloading(states)
+            except ControlError as error:
+                logger.debug("cannot ask about the models: %s", error)
 
     def _end_triton(self, message: str, reason: str) -> None:
         if self._down_since is None:

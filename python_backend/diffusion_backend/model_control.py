@@ -43,6 +43,21 @@ class ModelControl:
             raise ControlError(str(error)) from None
         return sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
 
+    def ensemble_of(self, stage: str) -> str | None:
+        """The ensemble that a stage of ours belongs to; None for other models."""
+        try:
+            config = self._client.get_model_config(stage, client_timeout=_CALL_SECONDS).config
+        except InferenceServerException as error:
+            raise ControlError(str(error)) from None
+        return config.parameters["ensemble"].string_value if "ensemble" in config.parameters else None
+
+    def unload(self, model: str) -> None:
+        """Unload a model; its running requests may finish."""
+        try:
+            self._client.unload_model(model, headers=self._headers, client_timeout=_CALL_SECONDS)
+        except InferenceServerException as error:
+            raise ControlError(str(error)) from None
+
     def reload(self, model: str) -> None:
         """Load a model anew as it is configured now; the instances it has serve until the new ones are ready.
 

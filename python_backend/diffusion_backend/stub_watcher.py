@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion_backend.guard import SHARED_MEMORY
-from diffusion_backend.model_control import READY, ControlError, ModelControl
+from diffusion_backend.model_control import LOADING, READY, UNLOADING, ControlError, ModelControl
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class StubWatcher:
         self._patients: dict[str, _Patient] = {}
         self._replaced: dict[int, float] = {}  # stubs, and when their grace is over
         self._requests_lost = False
+        self._reloaded: set[str] = set()
         # One load at a time: tritonserver 2.51 crashed when many failed at once.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
         self._loading: tuple[str, Future[None]] | None = None
@@ -87,6 +88,7 @@ class StubWatcher:
         """Start over, with another tritonserver."""
         self._stubs, self._patients, self._replaced, self._loading = {}, {}, {}, None
         self._requests_lost = False
+        self._reloaded = set()
 
     def close(self) -> None:
         """End the loading thread; a load that is still running ends with its tritonserver."""
@@ -114,13 +116,21 @@ class StubWatcher:
             if self._loading is None and now >= patient.due:
                 self._treat(model, patient)
 
-    def limit_unloading(self, models: set[str]) -> None:
-        """These are being unloaded, which Triton never ends where an ensemble's requests were lost."""
-        if self._requests_lost:
-            end = time.monotonic() + self._grace
-            for pid, stub in self._stubs.items():
-                if stub.model in models:
-                    self._replaced.setdefault(pid, end)
+    def follow_unloading(self, states: dict[str, str]) -> None:
+        """Finish what an operator began by unloading an ensemble with its stages.
+
+        Triton never ends a stage of an ensemble that lost requests, and does not begin with one that was loaded by
+        itself, as a reload does.
+        """
+        end = time.monotonic() + self._grace
+        for pid, stub in self._stubs.items():
+            if self._requests_lost and states.get(stub.model) == UNLOADING:
+                self._replaced.setdefault(pid, end)
+        for model in [model for model in self._reloaded if states.get(model) == READY]:
+            ensemble = self._control.ensemble_of(model)
+            if ensemble is not None and states.get(ensemble) not in (READY, LOADING):
+                self._reloaded.discard(model)
+                self._control.unload(model)
 
     def _treat(self, model: str, patient: _Patient) -> None:
         try:
@@ -133,6 +143,7 @@ class StubWatcher:
         if not short:
             del self._patients[model]
             if patient.reloads:
+                self._reloaded.add(model)
                 self._tidy_up(patient)
                 self._say(
                     f"{model} serves again, {time.monotonic() - patient.lost_at:.1f} s after its process died"

@@ -203,7 +203,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in sorted(self._to_load)),
+            *(f"--load-model={model}" for model in self._ensembles_to_load()),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
@@ -217,6 +217,10 @@ class TritonServer:
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
         ]
+
+    def _ensembles_to_load(self) -> list[str]:
+        # Triton loads their stages with them. One that was named itself would stay when its ensemble is unloaded.
+        return sorted(model for model in self._to_load if _may_be_ensemble(self.repository / model))
 
     def _write_admin_key(self) -> None:
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -309,6 +313,13 @@ def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
         parse_limits(parameters)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
+
+
+def _may_be_ensemble(folder: Path) -> bool:
+    try:
+        return read_model_config(folder).is_ensemble
+    except (OSError, ValueError):
+        return True  # Triton will say what is wrong with it
 
 
 def _environment(device: str) -> dict[str, str]:

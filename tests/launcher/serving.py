@@ -58,6 +58,10 @@ class Launched:
         """Its shared memory."""
         return list(SHARED_MEMORY.glob(f"triton_diffusion_*_{self.process.pid}_*"))
 
+    def regions_in_use(self) -> set[str]:
+        """The names of those that a living stub has."""
+        return {stub.region for stub in find_stubs(self.triton_pid()).values()}
+
     def assert_nothing_is_left(self, groups: list[int]) -> None:
         """That it has ended, and these groups with it."""
         assert [group_members(group) for group in groups] == [[] for _ in groups]

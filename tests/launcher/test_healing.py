@@ -154,12 +154,10 @@ def kill_under_load(
 
 
 def kill_stub(serving: Launched, stage: str, expected: list[Pixels], model: str = MODEL) -> None:
-    others = set(serving.regions())
     before = serving.stubs(stage)
     kill_under_load(serving, before[0], stage, expected, model)
     assert len(set(serving.stubs(stage)) - set(before)) == len(before)
-    if len(before) == 1:
-        wait_for(lambda: len(serving.regions()) == len(others))
+    wait_for(lambda: {region.name for region in serving.regions()} == serving.regions_in_use())
 
 
 def served(serving: Launched) -> set[str]:

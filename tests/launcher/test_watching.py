@@ -53,6 +53,7 @@ def _write_model(repository: Path, name: str, instances: int) -> None:
         f"{name}/1/.gitkeep": "",
         f"{name}_stage/config.pbtxt": (
             f'backend: "python" {TENSORS} instance_group [{{ count: {instances} kind: KIND_CPU }}]'
+            f'parameters {{ key: "ensemble" value: {{ string_value: "{name}" }} }}'
         ),
         f"{name}_stage/1/model.py": MODEL_PY,
     }
@@ -136,6 +137,10 @@ def test_a_dead_stub_has_its_stage_loaded_again(watched: Watched, model: str) ->
     assert not watched.stubs(model) & before
     assert others <= find_stubs(watched.server.triton.process.pid).keys()
     assert watched.report() == HealingReport({}, {(model, "a process died"): 1})
+    # It still goes when its ensemble is unloaded with its stages.
+    with watched.client() as client:
+        client.unload_model(model.removesuffix("_stage"), headers=watched.key(), unload_dependents=True)
+    watched.heal(lambda: not watched.stubs(model))
 
 
 def test_the_other_instance_may_finish_and_ends(watched: Watched) -> None:
@@ -182,6 +187,8 @@ def test_a_model_unloaded_on_purpose_stays_so(watched: Watched) -> None:
     assert len(watched.stubs("two_stage")) == 2
     client.load_model("one", headers=watched.key())
     assert len(watched.stubs("one_stage")) == 1
+    client.unload_model("two", headers=watched.key(), unload_dependents=True)
+    watched.heal(lambda: not watched.stubs("two_stage"))
     client.close()
     assert watched.report().restarts == {("tritonserver", "killed by SIGKILL"): 1}
 
