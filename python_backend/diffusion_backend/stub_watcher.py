@@ -100,11 +100,8 @@ class StubWatcher:
         Raises:
             BeyondRepairError: a model could not be loaded again, and why.
         """
-        stubs = find_stubs(tritonserver)
-        for pid, stub in self._stubs.items():
-            # The kernel's list of children may miss some while others end.
-            if pid not in stubs and _read_stub(pid) == stub:
-                stubs[pid] = stub
+        known = {pid: stub for pid, stub in self._stubs.items() if _read_stub(pid) == stub}
+        stubs = {**known, **find_stubs(tritonserver)}
         now = time.monotonic()
         for pid in self._stubs.keys() - stubs.keys():
             lost = self._stubs[pid]
@@ -204,13 +201,13 @@ class StubWatcher:
 
 def find_stubs(tritonserver: int) -> dict[int, Stub]:
     """The living Python stubs of a tritonserver, by process id."""
-    stubs = {}
-    for thread in Path(f"/proc/{tritonserver}/task").glob("*"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            for pid in map(int, (thread / "children").read_text().split()):
-                if stub := _read_stub(pid):
-                    stubs[pid] = stub
-    return stubs
+    children: set[int] = set()
+    # A process is its thread's child, and another thread's when that one ends: a single look may find it at neither.
+    for _ in range(2):
+        for thread in Path(f"/proc/{tritonserver}/task").glob("*"):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                children.update(map(int, (thread / "children").read_text().split()))
+    return {pid: stub for pid in children if (stub := _read_stub(pid))}
 
 
 def _read_stub(pid: int) -> Stub | None:

@@ -123,7 +123,7 @@ def admin_key(serving: Launched) -> dict[str, str]:
 def restarts(serving: Launched) -> dict[str, float]:
     text = httpx.get(f"{serving.url}/metrics").text
     found = re.findall(r'^triton_diffusion_restarts_total\{part="([^"]+)".*\} (\S+)$', text, re.MULTILINE)
-    return {part: float(count) for part, count in found}
+    return {part: sum(float(count) for name, count in found if name == part) for part, _ in found}
 
 
 def kill_under_load(
