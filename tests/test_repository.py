@@ -293,12 +293,14 @@ def test_check_list_and_remove_on_the_command_line(
     assert re.search(r"encode +loads +1,212,512 bytes", printed)
     assert cli.main(["list", "--repository", str(rebuilt)]) == 0
     assert "emoji-flux" in capsys.readouterr().out
-    broken = broken_copy(
-        tmp_path, {WEIGHTS: None, "model_index.json": INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")}
-    )
-    assert cli.main(["check", str(broken)]) == 1
-    printed = capsys.readouterr().out
-    assert "refused: transformer: it has no weights" in printed
-    assert "refused: FluxImg2ImgPipeline takes an image, which is not served yet" in printed
+    index = INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")
+    edits: list[tuple[dict[str, str | None], str]] = [
+        ({WEIGHTS: None}, "refused: transformer: it has no weights"),
+        ({"model_index.json": index}, "refused: FluxImg2ImgPipeline cannot be served: it takes an image"),
+    ]
+    for number, (edit, words) in enumerate(edits):
+        source = broken_copy(tmp_path / str(number), edit)
+        assert cli.main(["check", str(source)]) == 1
+        assert words in capsys.readouterr().out
     assert cli.main(["remove", "none", "--repository", str(rebuilt)]) == 1
     assert "'none' is no model" in capsys.readouterr().err
