@@ -39,7 +39,7 @@ def serving(model_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("healing")
     repository = folder / "repository"
     shutil.copytree(model_repository, repository, ignore=shutil.ignore_patterns("training", "__pycache__"))
-    for original in list(repository.iterdir()):
+    for original in list(repository.glob(f"{MODEL}*")):
         copy = repository / original.name.replace(MODEL, TWIN)
         if original.is_dir():
             shutil.copytree(original, copy)
