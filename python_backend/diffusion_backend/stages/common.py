@@ -51,7 +51,7 @@ def tune_process() -> None:
     another stage has pushed off its core: encodes of 10 ms took up to 800 ms. Not spinning at all costs half as much
     again on an idle machine; a short spin costs little either way (libgomp's GOMP_SPINCOUNT).
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def start_stage(args: dict[str, str]) -> StageConfig:
