@@ -31,6 +31,7 @@ from openai_adapter.urls import base_url
 
 logger = logging.getLogger(__name__)
 
+_STREAM_GRACE_SECONDS = 5.0
 _SHOWN = ("decode_path", "timings")
 _BODY_SCHEMA = {
     "requestBody": {
@@ -95,9 +96,9 @@ class ImageGenerator:
         for task in rest:
             self._unseen.add(task)
             task.add_done_callback(self._forget)
-        for task in work:
-            if task in done and (failure := task.exception()):
-                raise _once(failure) if plan.n > 1 else failure
+        failures = [failure for task in work if task in done and (failure := task.exception())]
+        if failures:
+            raise _once(failures[0]) if plan.n > 1 else failures[0]
         pictures = [task.result() for task in work]
         for picture in pictures:
             path = str(picture.info.get("decode_path"))
@@ -118,7 +119,8 @@ class ImageGenerator:
                 settings.prompt,
                 negative_prompt=settings.negative_prompt,
                 request_id=request_id,
-                timeout=self._timeout,
+                # Only so that no stream outlives its request: the request's own limit comes first, as a 504.
+                timeout=self._timeout + _STREAM_GRACE_SECONDS,
                 **parameters,
             )
 

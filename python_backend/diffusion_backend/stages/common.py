@@ -48,8 +48,8 @@ def tune_process() -> None:
     """Settings of this process that must stand before torch is imported.
 
     The stages share the machine's cores. By default OpenMP's threads spin for long at a barrier, and wait for one that
-    another stage has pushed off its core: encodes of 10 ms took up to 800 ms. Not spinning at all costs half as much
-    again on an idle machine; a short spin costs little either way (libgomp's GOMP_SPINCOUNT).
+    another stage has pushed off its core. Not spinning at all makes every small operation wait for a thread to wake. A
+    short spin (libgomp's GOMP_SPINCOUNT) lies between; ``benchmarks/overhead.py`` shows what a value costs.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
