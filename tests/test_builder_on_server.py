@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from diffusion_backend import conditioning
 from diffusion_backend.client import DiffusionClient, ensemble_inputs
 from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.launcher import Adapter
@@ -95,23 +98,59 @@ def test_every_instance_was_warmed(triton: TritonServer) -> None:
         assert client.get_model_config("unary_denoise").config.instance_group[0].count == 2
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository whose copies are broken by the tests."""
+    repository = tmp_path_factory.mktemp("sound") / "repository"
+    add(str(PIPELINE), "broken", repository)
+    return repository
+
+
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("file", "sample"),
     [
-        ("broken_denoise/warmup/64x64.conditioning", "warmup sample '64x64'"),
-        ("broken_vae_decode/warmup/64x64_high.settings", "warmup sample '64x64_high'"),
+        ("broken_encode/warmup/default.prompt", "default"),
+        ("broken_denoise/warmup/64x64.conditioning", "64x64"),
+        ("broken_vae_decode/warmup/64x64_high.settings", "64x64_high"),
     ],
 )
-def test_a_broken_warmup_stops_the_server_and_names_the_sample(tmp_path: Path, file: str, words: str) -> None:
-    repository = tmp_path / "repository"
-    add(str(PIPELINE), "broken", repository)
-    path = repository / file
-    path.write_bytes(path.read_bytes()[:4] + b"x" * (path.stat().st_size - 4))
-    triton = TritonServer(repository, data_dir=tmp_path / "data", exit_timeout=30)
+def test_a_broken_warmup_stops_the_server_and_names_the_sample(
+    sound: Path, tmp_path: Path, file: str, sample: str
+) -> None:
+    shutil.copytree(sound, tmp_path / "repository")
+    path = tmp_path / "repository" / file
+    path.write_bytes(path.read_bytes()[:4] + b"\xff" * (path.stat().st_size - 4))
+    words = f"warmup sample '{sample}' \\(.*{path.name}.*\\) cannot be used: "
+    assert re.search(words, failure_of(tmp_path))
+
+
+def test_a_warmup_whose_file_is_gone_names_the_file(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "repository")
+    (tmp_path / "repository/broken_encode/warmup/default.prompt").unlink()
+    assert "default.prompt" in failure_of(tmp_path)
+
+
+def test_a_warmup_that_fails_while_it_runs_tells_why(sound: Path, tmp_path: Path) -> None:
+    """The file is as it should be, but for another model: found only by running it."""
+    shutil.copytree(sound, tmp_path / "repository")
+    path = tmp_path / "repository/broken_denoise/warmup/64x64.conditioning"
+    recorded = conditioning.unpack(path.read_bytes())
+    blob = conditioning.pack(replace(recorded, calls=recorded.calls[:-1]))
+    config = path.parents[1] / "config.pbtxt"
+    config.write_text(config.read_text().replace(f"[ {path.stat().st_size} ]", f"[ {len(blob)} ]"))
+    path.write_bytes(blob)
+    # Also where tritonserver itself crashes at it, as 2.51 does now and then.
+    assert "'conditioning'" in failure_of(tmp_path)
+
+
+def failure_of(folder: Path) -> str:
+    """What a person sees of a server that cannot start."""
+    triton = TritonServer(folder / "repository", data_dir=folder / "data", exit_timeout=30)
     triton.start()
     try:
-        with pytest.raises(LaunchError, match=words):
+        with pytest.raises(LaunchError) as caught:
             triton.wait_ready(120)
+        return str(caught.value)
     finally:
         triton.stop()
 

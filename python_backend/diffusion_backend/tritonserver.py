@@ -33,6 +33,8 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
+# The stages' errors in Triton's log: what is left to tell when Triton crashed before it told them.
+_STAGE_ERROR_MESSAGE = r"^E (\S+: .*)$"
 # An error in Triton's log. The one left out is logged on every machine without a GPU.
 _ERROR_MESSAGE = r"^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] \"?+(?!CudaDriverHelper)(.*?)\"?$"
 
@@ -165,7 +167,9 @@ class TritonServer:
 
     def failure(self) -> str:
         """Why it ended by itself: Triton's error messages, or else the end of its log."""
-        messages = re.findall(_ERROR_MESSAGE, self.log.read_text(errors="replace"), re.MULTILINE)
+        log = self.log.read_text(errors="replace")
+        messages = re.findall(_ERROR_MESSAGE, log, re.MULTILINE)
+        messages += re.findall(_STAGE_ERROR_MESSAGE, log, re.MULTILINE)
         # Triton tells a failure again at every level it passes; this line has the model and the whole reason.
         loads = [message for message in messages if message.startswith("failed to load ")]
         reasons = "\n".join(dict.fromkeys(loads or messages)).replace("\\n", "\n")

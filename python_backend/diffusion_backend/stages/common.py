@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,44 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         dtype=choose_dtype(limits.dtype, device),
         parameters=parameters,
     )
+
+
+def check_warmup(args: dict[str, str], check: Callable[[dict[str, bytes]], object]) -> None:
+    """Have ``check`` read the files of every warmup sample, before Triton runs it.
+
+    tritonserver 2.51 tears a model down whose warmup failed, and crashes at that now and then (one time in five; in
+    TritonBackendThread::StopBackendThread). An error of ``initialize`` ends in order.
+
+    Raises:
+        DiffusionError: a file is missing, or ``check`` refuses it; it names the sample.
+    """
+    folder = Path(args["model_repository"]) / "warmup"
+    for sample in json.loads(args["model_config"]).get("model_warmup", []):
+        files = {
+            name: declared["input_data_file"]
+            for name, declared in sample["inputs"].items()
+            if declared.get("input_data_file")
+        }
+        try:
+            check({name: (folder / file).read_bytes() for name, file in files.items()})
+        except (DiffusionError, OSError) as error:
+            raise DiffusionError(
+                f"warmup sample '{sample['name']}' ({', '.join(files.values())}) cannot be used: {error}"
+            ) from None
+
+
+def text_sample(name: str, data: bytes) -> str:
+    """The one BYTES element in the data of a warmup file: little-endian length, then UTF-8.
+
+    Raises:
+        DiffusionError: it is something else.
+    """
+    try:
+        if int.from_bytes(data[:4], "little") == len(data) - 4:
+            return data[4:].decode()
+    except UnicodeDecodeError:
+        pass
+    raise invalid(name, f"'{name}' is not one element of UTF-8 with its length before it")
 
 
 def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
@@ -240,5 +279,8 @@ def error_response(error: BaseException, request_id: str) -> Any:
         logger.error("request %s failed", request_id, exc_info=error)
         reason = "" if request_id else f": {error}"
         error = DiffusionError(f"the model failed with {type(error).__name__}{reason}", code="internal_error")
+    if not request_id:
+        # tritonserver may crash before it tells (see check_warmup).
+        logger.error("a warmup sample, or another request without an id, failed: %s", error)
     code = getattr(pb_utils.TritonError, error.status.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(error.to_text(), code))

@@ -22,6 +22,7 @@ class TritonPythonModel:
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
+        common.check_warmup(args, self._check_sample)
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
         self._pipe, self._description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
 
@@ -31,6 +32,9 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+
+    def _check_sample(self, files: dict[str, bytes]) -> None:
+        check(self._config.limits, self._conditioning.unpack(files["conditioning"]).settings)
 
     def _admit(self, request: Any) -> None:
         import triton_python_backend_utils as pb_utils

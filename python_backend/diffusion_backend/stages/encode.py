@@ -25,10 +25,15 @@ class TritonPythonModel:
 
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
+        common.check_warmup(args, self._check_sample)
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
+
+    def _check_sample(self, files: dict[str, bytes]) -> None:
+        texts = {name: common.text_sample(name, data) for name, data in files.items()}
+        resolve(self._config.limits, texts.get("prompt"), texts.get("negative_prompt"), {})
 
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils

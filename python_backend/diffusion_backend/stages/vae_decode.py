@@ -27,10 +27,14 @@ class TritonPythonModel:
 
         self._seams = seams
         self._config = common.start_stage(args)
+        common.check_warmup(args, self._check_sample)
         self._pipe, self._description = common.load(self._config, Stage.VAE_DECODE)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
+
+    def _check_sample(self, files: dict[str, bytes]) -> None:
+        parse_decode_settings(common.text_sample("settings", files["settings"]), self._config.limits)
 
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
