@@ -1,65 +1,269 @@
-"""The engine: order, bounds, and a thread that survives whatever a job does."""
+"""The step engine on a denoiser that adds one: order, bounds, fairness, cancels, and failures that stay their own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusion_backend.engine import Engine, Job
+from diffusion_backend.engine_events import EngineEvents
 from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.rows import Denoiser
+from diffusion_backend.tombstones import Tombstones
+from torch import nn
 
 
-class Results:
-    """Collects what jobs answer."""
+class AddOne(nn.Module):
+    """Adds one to each row; refuses rows that are negative. Remembers its batches."""
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
+        super().__init__()
+        self.batches: list[list[float]] = []
+        self.before: Callable[[], object] = lambda: None
 
-    def job(self, request_id: str, run: Callable[[], Any]) -> Job:
-        return Job(request_id, run, self.values.append, self.values.append)
+    def forward(
+        self, hidden_states: torch.Tensor, timestep: torch.Tensor, scale: float = 1.0
+    ) -> torch.Tensor:
+        assert timestep.numel() in (1, len(hidden_states))
+        self.before()
+        self.batches.append(hidden_states.flatten(1)[:, 0].tolist())
+        if (hidden_states < 0).any():
+            raise ValueError("a negative row")
+        return hidden_states + scale
 
 
-def test_jobs_run_in_order_and_failures_stay_their_own() -> None:
-    engine, results = Engine(max_queued=10), Results()
-    failure = ValueError("one job's fault")
+class Events(EngineEvents):
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.counts: list[tuple[int, int]] = []
 
-    def fail() -> None:
+    def ended(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+    def counted(self, running: int, waiting: int) -> None:
+        self.counts.append((running, waiting))
+
+
+@dataclass
+class Bench:
+    """An engine and what came of its jobs, in the order of their ends."""
+
+    engine: Engine
+    events: Events
+    tombstones: Tombstones
+    model: AddOne = field(default_factory=AddOne)
+    ends: list[tuple[str, Any]] = field(default_factory=list)
+
+    def work(
+        self, start: float, steps: int, size: int = 1, scale: float = 1.0
+    ) -> Callable[[Denoiser], float]:
+        def run(denoiser: Denoiser) -> float:
+            latents = torch.full((1, size), float(start))
+            for step in range(steps):
+                latents = denoiser(self.model, (latents, torch.tensor(step)), {"scale": scale})
+            return float(latents[0, 0])
+
+        return run
+
+    def submit(self, name: str, work: Callable[[Denoiser], Any], **job: Any) -> None:
+        def end(value: Any = "cancelled") -> None:
+            self.ends.append((name, value))
+
+        self.engine.submit(Job(name, work, end, end, end, **job))
+
+    def submit_at_once(self, jobs: dict[str, Callable[[Denoiser], Any]]) -> None:
+        """None of them has had a step when the last one comes in."""
+        self.engine.run(lambda: [self.submit(name, work) for name, work in jobs.items()])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    yield from make_bench(tmp_path)
+
+
+def make_bench(folder: Path, max_requests: int = 8, max_batch_rows: float = 4) -> Iterator[Bench]:
+    events, tombstones = Events(), Tombstones(folder)
+    engine = Engine(
+        max_requests=max_requests, max_batch_rows=max_batch_rows, tombstones=tombstones, events=events
+    )
+    made = Bench(engine, events, tombstones)
+    yield made
+    engine.close()
+    assert not made.events.counts or made.events.counts[-1] == (0, 0)
+
+
+def test_requests_share_forwards_and_leave_when_they_are_done(bench: Bench) -> None:
+    bench.submit_at_once({"two": bench.work(10, 2), "one": bench.work(20, 1), "three": bench.work(30, 3)})
+    bench.engine.close()
+    assert bench.model.batches == [[10, 20, 30], [11, 31], [32]]
+    assert bench.ends == [("one", 21), ("two", 12), ("three", 33)]
+
+
+def test_a_lone_request_starts_at_once(bench: Bench) -> None:
+    bench.submit("a", bench.work(1, 1))
+    started = time.monotonic()
+    while not bench.ends and time.monotonic() < started + 5:
+        time.sleep(0.001)
+    assert bench.ends == [("a", 2)]
+
+
+def test_a_newcomer_joins_at_the_next_step(bench: Bench) -> None:
+    def join_once() -> None:
+        if len(bench.model.batches) == 1:
+            bench.submit("new", bench.work(50, 1))
+
+    bench.model.before = join_once
+    bench.submit("old", bench.work(10, 4))
+    bench.engine.close()
+    assert bench.model.batches == [[10], [11], [12, 50], [13]]
+
+
+def test_what_cannot_be_joined_takes_turns(bench: Bench) -> None:
+    bench.submit_at_once({"small": bench.work(10, 3), "wide": bench.work(20, 2, size=2)})
+    bench.submit("scaled", bench.work(30, 1, scale=5))
+    bench.engine.close()
+    assert [batch[0] for batch in bench.model.batches] in (
+        [10, 20, 11, 21, 12, 30],
+        [10, 20, 30, 11, 21, 12],
+        [10, 20, 11, 30, 21, 12],
+    )
+
+
+def test_the_cap_is_in_rows_of_the_default_size(bench: Bench) -> None:
+    """Four rows, or one of size three and one more."""
+    jobs = {str(number): bench.work(10 * number, 1) for number in range(1, 7)}
+    bench.submit_at_once(jobs)
+    bench.engine.run(lambda: None)
+    while len(bench.ends) < len(jobs):
+        time.sleep(0.001)
+    assert [len(batch) for batch in bench.model.batches] == [4, 2]
+    bench.model.batches.clear()
+    bench.engine.run(
+        lambda: [
+            bench.submit("large", bench.work(1, 1), size=3.0),
+            bench.submit("a", bench.work(2, 1)),
+            bench.submit("b", bench.work(3, 1)),
+        ]
+    )
+    bench.engine.close()
+    assert bench.model.batches == [[1, 2], [3]]
+
+
+def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path) -> None:
+    for bench in make_bench(tmp_path, max_batch_rows=2):
+        jobs = {f"long {number}": bench.work(0, 50) for number in range(6)}
+        bench.submit_at_once({**jobs, "short": bench.work(100, 4)})
+        bench.engine.close()
+        assert bench.ends[0] == ("short", 104)
+        # Seven rows in turns of two: a step of each takes four forwards at most.
+        last = max(index for index, batch in enumerate(bench.model.batches) if 103 in batch)
+        assert last <= 4 * 4
+
+
+def test_a_failure_is_its_own(bench: Bench) -> None:
+    failure = RuntimeError("one request's fault")
+
+    def fail(_: Denoiser) -> None:
         raise failure
 
-    for number, run in enumerate([lambda: 1, fail, lambda: 3]):
-        engine.submit(results.job(str(number), run))
-    engine.close()
-    assert results.values == [1, failure, 3]
+    bench.submit_at_once(
+        {"good": bench.work(1, 3), "raises": fail, "negative": bench.work(-5, 2), "other": bench.work(2, 3)}
+    )
+    bench.engine.close()
+    ends = dict(bench.ends)
+    assert ends["good"] == 4
+    assert ends["other"] == 5
+    assert ends["raises"] is failure
+    assert isinstance(ends["negative"], ValueError)
+    assert sorted(bench.events.outcomes) == ["failed", "failed", "succeeded", "succeeded"]
 
 
-def test_a_client_that_cannot_be_answered_does_not_end_the_thread() -> None:
-    engine, results = Engine(max_queued=10), Results()
-
-    def broken(_: Any) -> None:
+def test_a_client_that_cannot_be_answered_does_not_end_the_thread(bench: Bench) -> None:
+    def broken(_: Any = None) -> None:
         raise RuntimeError("the client is gone")
 
-    engine.submit(Job("a", lambda: 1, broken, broken))
-    engine.submit(results.job("b", lambda: 2))
-    engine.close()
-    assert results.values == [2]
+    bench.engine.submit(Job("a", bench.work(1, 1), broken, broken, broken))
+    bench.submit("b", bench.work(2, 1))
+    bench.engine.close()
+    assert bench.ends == [("b", 3)]
 
 
-def test_full_and_duplicate_are_refused_and_places_are_freed() -> None:
-    engine, results = Engine(max_queued=2), Results()
-    release = threading.Event()
-    engine.submit(results.job("a", release.wait))
-    engine.submit(results.job("b", lambda: "b"))
-    with pytest.raises(DiffusionError, match="busy") as full:
-        engine.submit(results.job("c", lambda: "c"))
-    with pytest.raises(DiffusionError, match="already running") as duplicate:
-        engine.submit(results.job("a", lambda: "again"))
-    assert (full.value.status, duplicate.value.status) == (Status.UNAVAILABLE, Status.INVALID_ARG)
-    done = threading.Event()
-    release.set()
-    while "b" not in results.values:
-        done.wait(0.01)
-    engine.submit(results.job("a", lambda: "again"))
-    engine.close()
-    assert results.values == [True, "b", "again"]
+def test_full_and_duplicate_are_refused_and_places_are_freed(tmp_path: Path) -> None:
+    for bench in make_bench(tmp_path, max_requests=2):
+        release = threading.Event()
+        bench.model.before = release.wait
+        bench.submit("a", bench.work(1, 1))
+        bench.submit("b", bench.work(2, 1))
+        with pytest.raises(DiffusionError, match="busy") as full:
+            bench.submit("c", bench.work(3, 1))
+        with pytest.raises(DiffusionError, match="already running") as duplicate:
+            bench.submit("a", bench.work(4, 1))
+        assert (full.value.status, duplicate.value.status) == (Status.UNAVAILABLE, Status.INVALID_ARG)
+        release.set()
+        while len(bench.ends) < 2:
+            time.sleep(0.001)
+        bench.submit("a", bench.work(5, 1))
+        bench.engine.close()
+        assert [name for name, _ in bench.ends] == ["a", "b", "a"]
+
+
+def test_a_cancelled_request_leaves_within_a_step_and_its_mates_go_on(bench: Bench) -> None:
+    def cancel_at_the_third() -> None:
+        if len(bench.model.batches) == 2:
+            bench.tombstones.add("gone")
+
+    bench.model.before = cancel_at_the_third
+    bench.submit_at_once({"gone": bench.work(10, 20), "stays": bench.work(20, 5)})
+    bench.engine.close()
+    assert bench.ends == [("gone", "cancelled"), ("stays", 25)]
+    assert bench.model.batches == [[10, 20], [11, 21], [12, 22], [23], [24]]
+    assert sorted(bench.events.outcomes) == ["cancelled", "succeeded"]
+
+
+def test_a_cancel_that_is_faster_than_its_request(bench: Bench) -> None:
+    bench.tombstones.add("early")
+    bench.submit("other", bench.work(1, 1))
+    bench.submit("early", bench.work(1, 1))
+    bench.engine.close()
+    assert sorted(bench.ends) == [("early", "cancelled"), ("other", 2)]
+
+
+def test_a_deadline_ends_a_request_that_runs(bench: Bench) -> None:
+    bench.model.before = lambda: time.sleep(0.01)
+    bench.submit("late", bench.work(1, 10_000), deadline=time.monotonic() + 0.1)
+    bench.submit("in time", bench.work(2, 2), deadline=time.monotonic() + 60)
+    bench.engine.close()
+    ends = dict(bench.ends)
+    assert ends["in time"] == 4
+    assert (ends["late"].status, ends["late"].code) == (Status.CANCELLED, "deadline_exceeded")
+
+
+def test_without_batches_each_row_has_a_forward_of_its_own(bench: Bench) -> None:
+    bench.engine.never_batch()
+    bench.submit_at_once({"a": bench.work(1, 2), "b": bench.work(5, 2)})
+    bench.engine.close()
+    assert bench.model.batches == [[1], [5], [2], [6]]
+
+
+def test_each_run_has_global_randomness_of_its_own(bench: Bench) -> None:
+    """As pipelines have that call scheduler.step without a generator."""
+
+    def draw(denoiser: Denoiser, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        drawn = []
+        for step in range(4):
+            denoiser(bench.model, (torch.zeros(1, 1), torch.tensor(step)), {})
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+    bench.submit_at_once({str(seed): lambda denoiser, seed=seed: draw(denoiser, seed) for seed in (1, 2, 3)})
+    bench.engine.close()
+    for name, drawn in bench.ends:
+        torch.manual_seed(int(name))
+        assert drawn == [torch.rand(()).item() for _ in range(4)]

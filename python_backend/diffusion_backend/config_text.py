@@ -13,6 +13,8 @@ from diffusion_backend.warmup import Sample, WarmupInput
 
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
+# Rows of the default size in one forward of the denoiser; larger ones count for more, and guidance may take two.
+MAX_BATCH_ROWS = 16
 MAX_BATCH_SIZE = 8
 _DESCRIBE_NOTE = (
     "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
@@ -96,22 +98,42 @@ def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sa
     )
 
 
-def denoise(name: str, latents_rank: int, instances: Instances, warmup: list[Sample], *, unary: bool) -> str:
-    """The denoise stage of ``name``. ``unary``: one response a request, so that plain ``infer`` is served too."""
+def denoise(
+    name: str,
+    latents_rank: int,
+    instances: Instances,
+    warmup: list[Sample],
+    *,
+    unary: bool,
+    self_check: str,
+) -> str:
+    """The denoise stage of ``name``. ``unary``: one response a request, so that plain ``infer`` is served too.
+
+    ``self_check`` is the file of the request with which it tries, when it loads, whether rows can share a batch.
+    """
     dims = ", ".join(["-1"] * latents_rank)
     return _stage(
         name,
         "denoise",
-        "Runs the pipeline's own denoising loop on a thread of its own.",
+        "Runs the pipeline's own denoising loop, all requests together, a batch a step.\n"
+        "# With cancel as its only input, the id of a request, it ends that request, in whatever stage it is.",
         f"max_batch_size: 0\nmodel_transaction_policy {{ decoupled: {str(not unary).lower()} }}",
-        [_input("conditioning", "TYPE_UINT8", "[ -1 ]", optional=True)],
+        [
+            _input("conditioning", "TYPE_UINT8", "[ -1 ]", optional=True),
+            _input("cancel", "TYPE_STRING", "[ 1 ]", optional=True),
+        ],
         [
             f'  {{ name: "latents" data_type: TYPE_FP32 dims: [ {dims} ] }}',
             '  { name: "settings" data_type: TYPE_STRING dims: [ 1 ] }',
         ],
         instances,
         warmup,
-        {"ensemble": name, "max_queued_requests": str(MAX_QUEUED_REQUESTS)},
+        {
+            "ensemble": name,
+            "max_queued_requests": str(MAX_QUEUED_REQUESTS),
+            "max_batch_rows": str(MAX_BATCH_ROWS),
+            "self_check": self_check,
+        },
     )
 
 

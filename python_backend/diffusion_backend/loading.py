@@ -181,14 +181,18 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
-    """The dtype in which the pipeline's denoiser computes."""
-    denoisers = [
-        part
+def denoisers(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+    """The pipeline's denoisers by the names of their components; most have one."""
+    return {
+        name: part
         for name, part in pipe.components.items()
         if isinstance(part, nn.Module) and Component(name, type(part)).stage is Stage.DENOISE
-    ]
-    dtype: torch.dtype = denoisers[0].dtype  # type: ignore[assignment]
+    }
+
+
+def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
+    """The dtype in which the pipeline's denoiser computes."""
+    dtype: torch.dtype = next(iter(denoisers(pipe).values())).dtype  # type: ignore[assignment]
     return dtype
 
 

@@ -26,7 +26,7 @@ from diffusion_backend.loading import PipelineFolder, Stage
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, parse_limits, parse_size
-from diffusion_backend.warmup import Warmup, build_warmup
+from diffusion_backend.warmup import Sample, Warmup, build_warmup
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,12 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
     configs = {
         Stage.ENCODE: config_text.encode(name, limits, instances, samples[Stage.ENCODE]),
         Stage.DENOISE: config_text.denoise(
-            name, len(warmup.latents_shape), instances, samples[Stage.DENOISE], unary=options.unary
+            name,
+            len(warmup.latents_shape),
+            instances,
+            samples[Stage.DENOISE],
+            unary=options.unary,
+            self_check=_sample_file(warmup.denoise[0], "conditioning"),
         ),
         Stage.VAE_DECODE: config_text.vae_decode(
             name,
@@ -256,11 +261,16 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         files[f"{folder}/1/model.py"] = (
             f"from diffusion_backend.stages.{stage.value} import TritonPythonModel  # noqa: F401\n".encode()
         )
-        for sample in samples[stage]:
+        # The first of denoise is what it checks itself with, also where nothing is warmed.
+        for sample in samples[stage] or (warmup.denoise[:1] if stage is Stage.DENOISE else []):
             for tensor_name, tensor in sample.inputs.items():
                 if tensor.data is not None:
-                    files[f"{folder}/warmup/{sample.name}.{tensor_name}"] = tensor.data
+                    files[f"{folder}/{_sample_file(sample, tensor_name)}"] = tensor.data
     return files
+
+
+def _sample_file(sample: Sample, tensor: str) -> str:
+    return f"warmup/{sample.name}.{tensor}"
 
 
 def _stage_folders(repository: Path, name: str) -> list[Path]:

@@ -27,6 +27,7 @@ from diffusion_backend import loading, oddities, values
 from diffusion_backend.conditioning import Call
 from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
+from diffusion_backend.rows import Denoiser
 from diffusion_backend.settings import ModelLimits, Settings
 from diffusion_backend.standins import Method
 
@@ -159,8 +160,11 @@ def replay(
     arguments: dict[str, Any],
     seed: int,
     recorded_dtype: torch.dtype | None = None,
+    denoiser: Denoiser | None = None,
 ) -> Denoised:
     """Run the pipeline's denoising loop on recorded encoder results.
+
+    ``denoiser`` is called in the place of the pipeline's own denoisers.
 
     ``recorded_dtype`` is what the encoders computed in, if not in their own dtype: tensors of it are turned to the
     denoiser's (encoders on a CPU before a denoiser on a GPU; warmup files).
@@ -182,6 +186,8 @@ def replay(
         return replayed
 
     _replace_encoding_methods(run, replayer)
+    if denoiser is not None:
+        _replace_denoisers(run, denoiser)
     compute_dtype = loading.denoiser_dtype(pipe)
 
     def arrive(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,6 +296,18 @@ def _replace_encoding_methods(run: DiffusionPipeline, replacement: Callable[[str
         if name.startswith("encode_"):
             setattr(run, name, replacement(name, getattr(run, name)))
     run.vae.encode = replacement("vae.encode", run.vae.encode)
+
+
+def _replace_denoisers(run: DiffusionPipeline, denoiser: Denoiser) -> None:
+    """Have ``denoiser`` called for each denoiser; in all else they stay what they are."""
+
+    def forward_of(module: nn.Module) -> Callable[..., Any]:
+        return lambda *args, **kwargs: denoiser(module, args, kwargs)
+
+    for name, module in loading.denoisers(run).items():
+        stand_in = copy.copy(module)
+        vars(stand_in)["forward"] = forward_of(module)
+        vars(run)[name] = stand_in
 
 
 def _random_state(arguments: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffusion_backend.errors import DiffusionError, invalid
+from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.model_config import read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits, parse_limits
 
@@ -266,6 +266,11 @@ def description_response(description: str, shape: tuple[int, ...]) -> Any:
     import triton_python_backend_utils as pb_utils
 
     return pb_utils.InferenceResponse([text_tensor(DESCRIPTION, description, shape)])
+
+
+def cancelled() -> DiffusionError:
+    """What a request is told that was cancelled, by a stage that must answer it."""
+    return DiffusionError("the request was cancelled", code="cancelled", status=Status.CANCELLED)
 
 
 def error_response(error: BaseException, request_id: str) -> Any:

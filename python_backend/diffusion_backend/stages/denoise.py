@@ -1,30 +1,46 @@
-"""The denoise stage: ``conditioning`` in, ``latents`` and slim ``settings`` out, on a thread of its own."""
+"""The denoise stage: ``conditioning`` in, ``latents`` and slim ``settings`` out, by way of the step engine."""
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from diffusion_backend.engine import Engine, Job
 from diffusion_backend.settings import check
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
+logger = logging.getLogger("diffusion_backend")
+
 
 class TritonPythonModel:
-    """Runs the pipeline's own denoising loop. ``execute`` only admits; the engine's thread answers."""
+    """Admits requests and answers them. The engine's thread does the work; ``execute`` never waits for it."""
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, seams
+        from diffusion_backend import conditioning, engine, seams
         from diffusion_backend.loading import Stage
+        from diffusion_backend.stages.denoise_metrics import DenoiseMetrics
+        from diffusion_backend.tombstones import Tombstones
 
-        self._conditioning, self._seams = conditioning, seams
+        self._conditioning, self._seams, self._job = conditioning, seams, engine.Job
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
-        self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
-        self._pipe, self._description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
+        self._is_decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
+        self._tombstones = Tombstones()
+        self._engine = engine.Engine(
+            max_requests=int(self._config.parameters["max_queued_requests"]),
+            max_batch_rows=float(self._config.parameters["max_batch_rows"]),
+            tombstones=self._tombstones,
+            events=DenoiseMetrics(self._config.model, self._config.instance),
+        )
+        self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
+        batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
+        self._description = json.dumps({**json.loads(description), "batching": batching})
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -36,43 +52,66 @@ class TritonPythonModel:
     def _check_sample(self, files: dict[str, bytes]) -> None:
         check(self._config.limits, self._conditioning.unpack(files["conditioning"]).settings)
 
+    def _check_batching(self, model: Path) -> dict[str, Any]:
+        """Try whether rows of a batch are what they are alone; if not, the engine makes no batches."""
+        from diffusion_backend.self_check import check_batching
+
+        sample = self._conditioning.unpack((model / self._config.parameters["self_check"]).read_bytes())
+        settings = check(self._config.limits, sample.settings)
+        dtype = common.parse_dtype(sample.dtype)
+        result = check_batching(self._pipe, self._config.limits, settings, sample, dtype)
+        if not result.passed:
+            self._engine.never_batch()
+            logger.warning(
+                "rows differ in a batch by %g: requests are denoised one by one", result.difference
+            )
+        return {
+            "enabled": result.passed,
+            "difference": result.difference,
+            "tolerance": result.tolerance,
+            "joined": result.joined,
+        }
+
     def _admit(self, request: Any) -> None:
-        import triton_python_backend_utils as pb_utils
-
-        sender = request.get_response_sender()
-        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-        request_id = request.request_id()
-
-        def fail(error: BaseException) -> None:
-            sender.send(common.error_response(error, request_id), flags=final)
-
-        def succeed(response: Any) -> None:
-            sender.send(response, flags=final)
-
-        if common.asks_to_describe(request):
-            # At once, whatever the engine does: who asks wants to know whether this process lives.
-            succeed(common.description_response(self._description, (1,)))
-            return
+        answer = _Answer(request, is_decoupled=self._is_decoupled)
         try:
-            # The copy matters: the input's memory is Triton's again once execute returns.
-            blob = common.array_input(request, "conditioning").tobytes()
-            conditioning = self._conditioning.unpack(blob)
-            settings = check(self._config.limits, conditioning.settings)
+            if common.asks_to_describe(request):
+                # At once, whatever the engine does: who asks wants to know whether this process lives.
+                answer.succeed(common.description_response(self._description, (1,)))
+            elif (cancelled := common.text_input(request, "cancel")) is not None:
+                self._tombstones.add(cancelled)
+                if self._is_decoupled:
+                    answer.end()
+                else:
+                    answer.succeed(common.description_response(json.dumps({"cancelled": cancelled}), (1,)))
+            else:
+                self._submit(request, answer)
+        except Exception as error:
+            answer.fail(error)
+
+    def _submit(self, request: Any, answer: _Answer) -> None:
+        # The copy matters: the input's memory is Triton's again once execute returns.
+        conditioning = self._conditioning.unpack(common.array_input(request, "conditioning").tobytes())
+        settings = check(self._config.limits, conditioning.settings)
+        limits = self._config.limits
+        timeout = request.timeout()
+        request_id = request.request_id() or str(uuid.uuid4())
+        answer.wait_for(conditioning.rows)
+        for row in range(conditioning.rows):
             self._engine.submit(
-                Job(
-                    request_id=request_id or str(uuid.uuid4()),
-                    run=lambda: [self._denoise(conditioning, settings) for _ in range(conditioning.rows)][-1],
-                    succeed=succeed,
-                    fail=fail,
+                self._job(
+                    request_id=f"{request_id}/{row}" if row else request_id,
+                    work=lambda denoiser: self._denoise(conditioning, settings, denoiser),
+                    succeed=lambda made: answer.succeed(_response(made)),
+                    fail=answer.fail,
+                    cancelled=answer.end,
+                    size=settings.width * settings.height / (limits.default_width * limits.default_height),
+                    deadline=time.monotonic() + timeout / 1e6 if timeout else None,
                 )
             )
-        except Exception as error:
-            fail(error)
 
-    def _denoise(self, conditioning: Any, settings: Any) -> Any:
-        import triton_python_backend_utils as pb_utils
-
+    def _denoise(self, conditioning: Any, settings: Any, denoiser: Callable[..., Any]) -> tuple[Any, str]:
+        """The final latents, float32 on the CPU without a row axis, and what vae_decode must know."""
         started = time.perf_counter()
         arguments = self._seams.call_arguments(self._pipe, self._config.limits, settings)
         denoised = self._seams.replay(
@@ -81,7 +120,9 @@ class TritonPythonModel:
             arguments,
             settings.seed,
             recorded_dtype=common.parse_dtype(conditioning.dtype),
+            denoiser=denoiser,
         )
+        latents = denoised.latents[0].contiguous().cpu()
         decode_settings = DecodeSettings.of(
             settings,
             decode_arguments=denoised.decode_arguments,
@@ -90,9 +131,51 @@ class TritonPythonModel:
                 "denoise_seconds": time.perf_counter() - started,
             },
         )
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor("latents", denoised.latents[0].contiguous().cpu().numpy()),
-                common.text_tensor("settings", decode_settings.model_dump_json()),
-            ]
-        )
+        return latents, decode_settings.model_dump_json()
+
+
+def _response(made: tuple[Any, str]) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    latents, settings = made
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor("latents", latents.numpy()), common.text_tensor("settings", settings)]
+    )
+
+
+class _Answer:
+    """The one answer to a request, given when all rows that it waits for have ended."""
+
+    def __init__(self, request: Any, *, is_decoupled: bool) -> None:
+        self._sender = request.get_response_sender()
+        self._request_id = request.request_id()
+        self._is_decoupled = is_decoupled
+        self._rows = 1
+
+    def wait_for(self, rows: int) -> None:
+        """Warmup asks for several rows of one request."""
+        self._rows = rows
+
+    def succeed(self, response: Any) -> None:
+        self._rows -= 1
+        if self._rows == 0:
+            self._send(response)
+
+    def fail(self, error: BaseException) -> None:
+        if self._rows > 0:
+            self._rows = 0
+            self._send(common.error_response(error, self._request_id))
+
+    def end(self) -> None:
+        """The request was cancelled: an empty end, since an error would leak a count in tritonserver 2.51."""
+        if self._is_decoupled:
+            import triton_python_backend_utils as pb_utils
+
+            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        else:
+            self.fail(common.cancelled())  # one response is mandatory there
+
+    def _send(self, response: Any) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -22,8 +22,10 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, seams
         from diffusion_backend.loading import Stage
+        from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams = conditioning, seams
+        self._tombstones = Tombstones()
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
@@ -41,6 +43,8 @@ class TritonPythonModel:
         if common.asks_to_describe(request):
             return common.description_response(self._description, (1, 1))
         try:
+            if request.request_id() in self._tombstones:
+                raise common.cancelled()
             blob = self._encode(
                 common.text_input(request, "prompt"),
                 common.text_input(request, "negative_prompt"),

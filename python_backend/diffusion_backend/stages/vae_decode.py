@@ -24,8 +24,10 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import seams
         from diffusion_backend.loading import Stage
+        from diffusion_backend.tombstones import Tombstones
 
         self._seams = seams
+        self._tombstones = Tombstones()
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._pipe, self._description = common.load(self._config, Stage.VAE_DECODE)
@@ -43,6 +45,9 @@ class TritonPythonModel:
             return common.description_response(self._description, (1, 1))
         try:
             settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
+            # A preview is decoded all the same: denoise runs yet, and tells of the cancel.
+            if settings.is_final and request.request_id() in self._tombstones:
+                raise common.cancelled()
             latents = common.array_input(request, "latents")
             images, info = self._decode(latents, settings)
         except Exception as error:
