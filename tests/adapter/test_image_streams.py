@@ -17,7 +17,6 @@ import openai
 import pytest
 from adapter_process import AdapterProcess
 from diffusion_backend.client import AsyncDiffusionClient
-from diffusion_backend.settings import ModelLimits
 from openai.types import (
     ImageGenCompletedEvent,
     ImageGenPartialImageEvent,
@@ -290,7 +289,7 @@ def test_a_stream_that_outlasts_the_shutdown_is_told(
     adapter.wait("/health")
     client = openai.OpenAI(base_url=f"{adapter.url}/v1", api_key="none", max_retries=0)
     events = client.images.generate(
-        prompt=PROMPT, stream=True, partial_images=3, n=4, extra_body={"num_inference_steps": LONG}
+        prompt=PROMPT, stream=True, partial_images=3, n=2, extra_body={"num_inference_steps": LONG}
     )
     next(events)
     adapter.process.terminate()
@@ -302,14 +301,13 @@ def test_a_stream_that_outlasts_the_shutdown_is_told(
 
 def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is thought dead after the first preview; what it made goes on, beside what is made once more."""
-    limits = ModelLimits.model_validate({**LIMITS.model_dump(), "max_num_inference_steps": LONG})
     registry = Registry()
-    registry.models = {MODEL: Model(MODEL, limits, ready=True, stages={f"{MODEL}_denoise": None})}
+    registry.models = {MODEL: Model(MODEL, LIMITS, ready=True, stages={f"{MODEL}_denoise": None})}
     metrics = Metrics()
     triton = Triton(Settings(), registry)
     monkeypatch.setattr(triton, "is_proven", lambda _name, _moment: True)
     request = image_request.parse(
-        {"prompt": PROMPT, "stream": True, "partial_images": 3, "num_inference_steps": LONG}
+        {"prompt": PROMPT, "stream": True, "partial_images": 3, "num_inference_steps": 80}
     )
     started = triton_metrics.read(server.metrics_url, "requests_total")
 
@@ -317,7 +315,7 @@ def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch:
         seen = []
         async with AsyncDiffusionClient(server.grpc_url) as triton.client:
             generator = ImageGenerator(triton, Recovery(triton, registry, metrics), metrics, timeout=60)
-            async for picture in generator.stream(MODEL, image_request.plan(request, limits), request):
+            async for picture in generator.stream(MODEL, image_request.plan(request, LIMITS), request):
                 if not seen:
                     registry.report_loss(f"{MODEL}_denoise")
                 seen.append(picture)
@@ -325,7 +323,7 @@ def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch:
 
     pictures = asyncio.run(run())
     assert [picture.preview for picture in pictures] == [0, 1, 2, None]
-    assert [picture.info["step"] for picture in pictures] == [50, 100, 150, 200]
+    assert [picture.info["step"] for picture in pictures] == [20, 40, 60, 80]
     triton_metrics.wait_until_idle(server.metrics_url, 2)
     assert triton_metrics.read(server.metrics_url, "requests_total") == started + 2
 
