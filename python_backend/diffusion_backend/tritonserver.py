@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
@@ -118,14 +118,14 @@ class TritonServer:
             raise LaunchError("tritonserver was not started")
         return self._process
 
-    def start(self) -> None:
-        """Start it; it is not ready yet."""
+    def start(self, without: Collection[str] = ()) -> None:
+        """Start it, without loading some of its ensembles; it is not ready yet."""
         remove_stale_regions()
         self._write_admin_key()
         self._requests_lost = False
         self._process = ManagedProcess(
             "tritonserver",
-            self._command(),
+            self._command(without),
             log=self.log,
             environment=self._environment,
             # A little more than it gives itself.
@@ -138,7 +138,10 @@ class TritonServer:
         self._requests_lost = True
 
     def load_next_time(self, models: set[str]) -> None:
-        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
+        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded.
+
+        One that has been removed from the repository until then is left out: Triton would not start with it.
+        """
         self._to_load = models
 
     def replace_this_process(self) -> NoReturn:
@@ -199,7 +202,7 @@ class TritonServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _command(self) -> list[str]:
+    def _command(self, without: Collection[str] = ()) -> list[str]:
         # Triton takes the key on its command line only, where other users of this machine can read it (ps),
         # unless /proc is mounted with hidepid.
         restricted = f"{RESTRICTED_APIS}:{ADMIN_KEY_HEADER}={self.admin_key}"
@@ -207,7 +210,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self._ensembles_to_load()),
+            *(f"--load-model={model}" for model in self._ensembles_to_load() if model not in without),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
@@ -322,6 +325,8 @@ def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
 def _may_be_ensemble(folder: Path) -> bool:
     try:
         return read_model_config(folder).is_ensemble
+    except FileNotFoundError:
+        return False
     except (OSError, ValueError):
         return True  # Triton will say what is wrong with it
 
