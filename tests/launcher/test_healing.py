@@ -206,6 +206,30 @@ def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None
     kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
 
 
+def test_a_model_whose_weights_are_gone(serving: Launched, expected: list[Pixels]) -> None:
+    """It is tried again and again, and nobody else notices."""
+    stage = f"{TWIN}_vae_decode"
+    weights = serving.folder / "repository" / TWIN / "pipeline" / "vae"
+    aside = weights.with_name("aside")
+    triton, others = serving.triton_pid(), serving.stubs(f"{MODEL}_vae_decode")
+    with Load(serving.url, MODEL) as load:
+        weights.rename(aside)
+        os.kill(serving.stubs(stage)[0], signal.SIGKILL)
+        wait_for(lambda: "next try in 10 s" in serving.output(), 60)  # beyond repair
+        done = len(load.pictures)
+        wait_for(lambda: len(load.pictures) >= done + CLIENTS, 60)
+        health = httpx.get(f"{serving.url}/health")
+        assert health.status_code == 503
+        assert f"{stage}: it cannot be loaded again" in health.json()["error"]["message"]
+        assert ask(serving.url, TWIN, 0).json()["error"]["code"] == "model_not_ready"
+        aside.rename(weights)
+        wait_for(lambda: is_healthy(serving), 90)
+    assert load.failures == []
+    load.assert_well(expected)
+    assert (serving.triton_pid(), serving.stubs(f"{MODEL}_vae_decode")) == (triton, others)
+    assert np.array_equal(pixels(ask(serving.url, TWIN, 0)), expected[0])
+
+
 @pytest.mark.long
 def test_many_deaths(serving: Launched, expected: list[Pixels]) -> None:
     for stage in [f"{MODEL}_{name}" for name in ("encode", "denoise", "vae_decode")] * 5:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from diffusion_backend.guard import SHARED_MEMORY, group_members
 from diffusion_backend.processes import LaunchError, free_ports
-from diffusion_backend.tritonserver import TritonServer, remove_stale_regions
-from serving import SERVE, Launched, launch, serve_arguments
+from diffusion_backend.tritonserver import TritonServer, http_status, remove_stale_regions
+from serving import SERVE, START_SECONDS, Launched, begin, launch, serve_arguments
 from waiting import wait_for
 
 
@@ -47,6 +47,15 @@ def test_a_killed_launcher_leaves_nothing(launched: Launched) -> None:
     launched.process.kill()
     wait_for(lambda: not any(group_members(group) for group in groups), 100)
     launched.assert_nothing_is_left(groups)
+
+
+def test_a_stage_that_dies_before_the_adapter_is_ready(model_repository: Path, tmp_path: Path) -> None:
+    with begin(model_repository, tmp_path) as launched:
+        ready = "/v2/health/ready"
+        wait_for(lambda: http_status("127.0.0.1", launched.ports[1], ready) == 200, START_SECONDS)
+        os.kill(launched.stubs("emoji-flux_encode")[0], signal.SIGKILL)
+        launched.wait_ready()
+        wait_for(lambda: "emoji-flux_encode serves again" in launched.output(), START_SECONDS)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
