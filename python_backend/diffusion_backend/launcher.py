@@ -283,6 +283,7 @@ class _StopSignals:
 
 
 def _run(server: Server, signals: _StopSignals) -> int:
+    server.triton.require_shared_memory()
     started = time.monotonic()
     _say(f"starting tritonserver with {', '.join(server.triton.models)} (log: {server.triton.log})")
     healer = Healer(server, _say, signals.hurry)

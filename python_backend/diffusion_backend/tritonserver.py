@@ -19,6 +19,7 @@ from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
 from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 from diffusion_backend.settings import parse_limits
+from diffusion_backend.shared_memory import require_room
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
@@ -117,6 +118,11 @@ class TritonServer:
         if self._process is None:
             raise LaunchError("tritonserver was not started")
         return self._process
+
+    def require_shared_memory(self) -> None:
+        """Raise a LaunchError if there is not enough of it."""
+        remove_stale_regions()
+        require_room(self.repository, self.models)
 
     def start(self, without: Collection[str] = ()) -> None:
         """Start it, without loading some of its ensembles; it is not ready yet."""

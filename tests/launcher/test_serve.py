@@ -62,6 +62,29 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SERVE, *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
+def _run_with_little_shared_memory(mebibytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this needs the right to mount")
+    return subprocess.run(
+        [*command, *SERVE, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_too_little_shared_memory_is_said_before_anything_starts(
+    model_repository: Path, tmp_path: Path
+) -> None:
+    arguments = serve_arguments(model_repository, tmp_path / "data", free_ports(4))
+    result = _run_with_little_shared_memory(2, *arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    need = "error: /dev/shm has 2 MiB free, and the 3 processes of these models need 4 MiB or more: "
+    assert result.stderr.startswith(f"{need}make it larger (containers: --shm-size 1g; ")
+    assert result.stderr.count("\n") == 1
+    assert list((tmp_path / "data").iterdir()) == []
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_a_port_in_use_is_said_before_anything_starts(
     model_repository: Path, tmp_path: Path, index: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Any
@@ -23,6 +24,7 @@ class TritonPythonModel:
         self._conditioning, self._seams = conditioning, seams
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
+        self._is_stream = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
         self._engine = Engine(max_queued=int(self._config.parameters["max_queued_requests"]))
         self._pipe, self._description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
 
@@ -48,7 +50,10 @@ class TritonPythonModel:
             sender.send(common.error_response(error, request_id), flags=final)
 
         def succeed(response: Any) -> None:
-            sender.send(response, flags=final)
+            if self._is_stream:
+                common.send_in_stream(sender, response, request_id)
+            else:
+                sender.send(response, flags=final)
 
         if common.asks_to_describe(request):
             # At once, whatever the engine does: who asks wants to know whether this process lives.
