@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from diffusion_backend.client import CHANNEL_ARGS
+from diffusion_backend.client import ADMIN_KEY_METADATA, CHANNEL_ARGS
 
-ADMIN_KEY_METADATA = "triton-grpc-protocol-admin-key"
 READY, LOADING, UNLOADING = "READY", "LOADING", "UNLOADING"
 _CALL_SECONDS = 5.0
 # Loading reads weights and runs the warmup; one that takes longer than this has failed.

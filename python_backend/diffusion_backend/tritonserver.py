@@ -16,6 +16,7 @@ from typing import NoReturn, Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
+from diffusion_backend.client import ADMIN_KEY_HEADER
 from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 from diffusion_backend.settings import parse_limits
@@ -25,7 +26,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # What a stranger on this machine must not do: replace models (which runs code), map memory, change logs.
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
-ADMIN_KEY_HEADER = "admin-key"  # gRPC metadata: triton-grpc-protocol-admin-key
 _REGION_PREFIX = "triton_diffusion"
 _LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.

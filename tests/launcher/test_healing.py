@@ -20,6 +20,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 import pytest
+from diffusion_backend.client import ADMIN_KEY_METADATA
 from diffusion_backend.guard import group_members
 from PIL import Image
 from serving import Launched, launch
@@ -117,7 +118,7 @@ def is_healthy(serving: Launched) -> bool:
 
 
 def admin_key(serving: Launched) -> dict[str, str]:
-    return {"triton-grpc-protocol-admin-key": (serving.data_dir / "admin-key").read_text().strip()}
+    return {ADMIN_KEY_METADATA: (serving.data_dir / "admin-key").read_text().strip()}
 
 
 def restarts(serving: Launched) -> dict[str, float]:
@@ -231,7 +232,9 @@ def test_a_model_whose_weights_are_gone(serving: Launched, expected: list[Pixels
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_many_deaths(serving: Launched, expected: list[Pixels]) -> None:
+    """Each waits longer for its next load, and no picture is lost."""
     for stage in [f"{MODEL}_{name}" for name in ("encode", "denoise", "vae_decode")] * 5:
         kill_stub(serving, stage, expected)
     for _ in range(3):

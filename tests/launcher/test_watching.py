@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from diffusion_backend import deaths, healing, stub_watcher
+from diffusion_backend.client import ADMIN_KEY_METADATA
 from diffusion_backend.deaths import WINDOW_SECONDS, Deaths, back_off
 from diffusion_backend.guard import SHARED_MEMORY, group_members
 from diffusion_backend.healing import MAX_DEATHS, Healer
@@ -22,7 +23,7 @@ from diffusion_backend.launcher import ServeOptions, Server
 from diffusion_backend.model_control import ModelControl
 from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.stub_watcher import MAX_FAILURES, find_stubs
-from diffusion_backend.tritonserver import ADMIN_KEY_HEADER, TritonPorts
+from diffusion_backend.tritonserver import TritonPorts
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for
@@ -121,7 +122,7 @@ class Watched:
         return InferenceServerClient(self.server.triton.grpc_url)
 
     def key(self) -> dict[str, str]:
-        return {f"triton-grpc-protocol-{ADMIN_KEY_HEADER}": self.server.triton.admin_key}
+        return {ADMIN_KEY_METADATA: self.server.triton.admin_key}
 
 
 @pytest.fixture
