@@ -147,7 +147,7 @@ def load_stage(
     if takes_image and stage is Stage.ENCODE:
         own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
     dtypes = {
-        component.name: dtype or _stored_dtype(pipeline.folder / component.name)
+        component.name: dtype or stored_dtype(pipeline.folder / component.name)
         for component in pipeline.modules
     }
     stand_ins = {
@@ -234,7 +234,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if not variant.search(path.name)]
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of the largest tensor in a component's safetensors."""
     largest, dtype = 0, torch.float32
     names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

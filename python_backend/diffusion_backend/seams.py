@@ -317,7 +317,10 @@ def _replace_denoisers(run: DiffusionPipeline, denoiser: Denoiser) -> None:
 
 
 def _random_state(arguments: dict[str, Any]) -> bytes:
-    states = (arguments["generator"].get_state(), torch.get_rng_state())
+    states = [arguments["generator"].get_state(), torch.get_rng_state()]
+    # Where it is not, asking would initialize it, and take memory of a GPU that is not used.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
     return b"".join(state.numpy().tobytes() for state in states)
 
 
