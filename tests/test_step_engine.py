@@ -275,3 +275,19 @@ def test_many_threads_share_one_blocking_client(server: RunningServer) -> None:
     with DiffusionClient(server.grpc_url) as client, ThreadPoolExecutor(8) as pool:
         seeds = pool.map(lambda n: client.generate(MODEL, PROMPT, seed=n).info["seed"], range(16))
         assert list(seeds) == list(range(16))
+
+
+def test_a_prompt_that_comes_again_is_not_encoded_again(server: RunningServer) -> None:
+    def lookups(result: str) -> float:
+        return triton_metrics.read(server.metrics_url, "lookups_total", stage="encode_cache", result=result)
+
+    with DiffusionClient(server.grpc_url) as client:
+        client.generate(MODEL, "a prompt of its own", num_inference_steps=1, seed=1)
+        hits, misses = lookups("hit"), lookups("miss")
+        first = client.generate(MODEL, "another of its own", num_inference_steps=1, seed=1)
+        assert lookups("hit") > hits, "the negative prompt was encoded again"
+        assert lookups("miss") > misses
+        misses = lookups("miss")
+        again = client.generate(MODEL, "another of its own", num_inference_steps=1, seed=1)
+        assert lookups("miss") == misses
+        np.testing.assert_array_equal(first.images, again.images)

@@ -181,18 +181,18 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def denoisers(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
-    """The pipeline's denoisers by the names of their components; most have one."""
+def modules_of(pipe: DiffusionPipeline, stage: Stage) -> dict[str, nn.Module]:
+    """The torch modules of a loaded pipeline that belong to ``stage``, by the names of their components."""
     return {
         name: part
         for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and Component(name, type(part)).stage is Stage.DENOISE
+        if isinstance(part, nn.Module) and Component(name, type(part)).stage is stage
     }
 
 
 def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
     """The dtype in which the pipeline's denoiser computes."""
-    dtype: torch.dtype = next(iter(denoisers(pipe).values())).dtype  # type: ignore[assignment]
+    dtype: torch.dtype = next(iter(modules_of(pipe, Stage.DENOISE).values())).dtype  # type: ignore[assignment]
     return dtype
 
 

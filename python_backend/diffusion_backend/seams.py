@@ -310,7 +310,7 @@ def _replace_denoisers(run: DiffusionPipeline, denoiser: Denoiser) -> None:
     def forward_of(module: nn.Module) -> Callable[..., Any]:
         return lambda *args, **kwargs: denoiser(module, args, kwargs)
 
-    for name, module in loading.denoisers(run).items():
+    for name, module in loading.modules_of(run, Stage.DENOISE).items():
         stand_in = copy.copy(module)
         vars(stand_in)["forward"] = forward_of(module)
         vars(run)[name] = stand_in

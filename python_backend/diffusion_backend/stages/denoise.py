@@ -25,7 +25,7 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, engine, previews, seams
         from diffusion_backend.loading import Stage
-        from diffusion_backend.stages.denoise_metrics import DenoiseMetrics
+        from diffusion_backend.stages.metrics import DenoiseMetrics
         from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams, self._previews = conditioning, seams, previews
