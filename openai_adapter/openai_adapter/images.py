@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 
 from openai_adapter import image_files, image_request
 from openai_adapter.bodies import read_json_object
+from openai_adapter.disconnects import while_connected
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.media import MediaStore
@@ -57,18 +58,11 @@ class ImageGenerator:
         self._recovery = recovery
         self._metrics = metrics
         self._timeout = timeout
-        self._unseen: set[asyncio.Task[Picture]] = set()
-
-    def _forget(self, task: asyncio.Task[Picture]) -> None:
-        self._unseen.discard(task)
-        if not task.cancelled() and task.exception():
-            logger.debug("an image whose request had failed: %s", task.exception())
 
     async def generate(self, model: str, plan: Plan, request: ImageRequest) -> list[Picture]:
         """All images of a request, at the same time, in the order of their seeds.
 
-        When one fails the answer goes out at once. The others still end, in the background: a running ensemble
-        cannot be stopped from outside, and giving up its stream would leave it to run unseen.
+        When one fails the others are cancelled; so are all when the caller is.
 
         Raises:
             DiffusionError: what Triton said of the first one that failed.
@@ -80,9 +74,8 @@ class ImageGenerator:
         ]
         try:
             async with asyncio.timeout(self._timeout):
-                done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
+                done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
         except TimeoutError:
-            _cancel(work)
             self._metrics.upstream_errors.labels("TIMEOUT").inc()
             raise ApiError(
                 504,
@@ -90,12 +83,9 @@ class ImageGenerator:
                 code="timeout",
                 headers=DO_NOT_RETRY,
             ) from None
-        except asyncio.CancelledError:
-            _cancel(work)
-            raise
-        for task in rest:
-            self._unseen.add(task)
-            task.add_done_callback(self._forget)
+        finally:
+            for task in work:
+                task.cancel()
         failures = [failure for task in work if task in done and (failure := task.exception())]
         if failures:
             raise _once(failures[0]) if plan.n > 1 else failures[0]
@@ -136,11 +126,6 @@ class ImageGenerator:
         return Picture(file, generation.info)
 
 
-def _cancel(work: list[asyncio.Task[Picture]]) -> None:
-    for task in work:
-        task.cancel()
-
-
 def _once(failure: BaseException) -> BaseException:
     """A failure of one image of several: asking again would repeat the work that the others are."""
     if isinstance(failure, DiffusionError) and failure.status is Status.UNAVAILABLE and failure.code:
@@ -178,7 +163,7 @@ def routes(
         request = image_request.parse(await read_json_object(http_request))
         model, limits = registry.require_ready(request.model)
         plan = image_request.plan(request, limits)
-        pictures = await generator.generate(model, plan, request)
+        pictures = await while_connected(http_request, generator.generate(model, plan, request))
         if request.response_format == "url":
             base = base_url(http_request, settings.public_url, settings.trusted_proxies)
             contents = [{"url": f"{base}/v1/media/{name}"} for name in await publish(pictures, request)]

@@ -6,15 +6,18 @@
         generation.info     # {"seed": 1, "decode_path": ...}
 
 The ensemble is decoupled inside, so it is called through a gRPC stream; each generation has a stream of its own,
-read to its end.
+read to its end. A cancel goes the same way, to the denoise stage: Triton tells a running ensemble of none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
+import threading
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -24,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
 
 CHANNEL_ARGS = [
@@ -54,6 +58,10 @@ _GRPC_ERRORS = {
 }
 
 
+_PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+_DRAIN_SECONDS = 30.0  # that a cancelled request gets to end
+
+
 @dataclass(frozen=True)
 class Generation:
     """One picture: ``images`` is uint8 [H, W, 3], ``info`` what the server says of it (seed, decode path, ...)."""
@@ -76,6 +84,43 @@ def ensemble_inputs(prompt: str, negative_prompt: str | None) -> list[triton_grp
     if negative_prompt is not None:
         inputs.append(bytes_input("negative_prompt", negative_prompt))
     return inputs
+
+
+def denoise_model(model: str) -> str:
+    """The stage of an ensemble of ours that takes cancels."""
+    return f"{model}_denoise"
+
+
+def infer_request(
+    model: str,
+    inputs: Mapping[str, str],
+    request_id: str,
+    parameters: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> service_pb2.ModelInferRequest:
+    """A request whose inputs are texts, and which is answered with an explicit end; ``timeout`` in seconds.
+
+    https://github.com/kserve/kserve/blob/master/docs/predict-api/v2/required_api.md (GRPC)
+
+    Raises:
+        DiffusionError: a parameter is of a type that Triton has none for.
+    """
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, text in inputs.items():
+        data = text.encode()
+        request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        request.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if timeout is not None:
+        request.parameters["timeout"].int64_param = int(timeout * 1e6)
+    for name, value in (parameters or {}).items():
+        try:
+            setattr(request.parameters[name], _PARAMETER_FIELDS[type(value)], value)
+        except (KeyError, ValueError):
+            raise invalid(
+                name, f"{name!r} is {show(value)}; allowed: a string, a number of 64 bits, true or false"
+            ) from None
+    return request
 
 
 def to_generation(result: triton_grpc.InferResult) -> Generation:
@@ -164,13 +209,14 @@ class DiffusionClient:
         answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
         client = self._connect()
         generation: Generation | None = None
+        request_id = request_id or str(uuid.uuid4())
         ended = False
         try:
             client.start_stream(lambda result, error: answers.put((result, error)))
             client.async_stream_infer(
                 model,
                 ensemble_inputs(prompt, negative_prompt),
-                request_id=request_id or str(uuid.uuid4()),
+                request_id=request_id,
                 parameters=parameters,
                 enable_empty_final_response=True,
             )
@@ -186,9 +232,104 @@ class DiffusionClient:
         except queue.Empty:
             raise _too_late(timeout) from None
         finally:
-            client.stop_stream(cancel_requests=not ended)
+            if not ended:
+                client.async_stream_infer(
+                    denoise_model(model),
+                    [bytes_input("cancel", request_id)],
+                    request_id=f"cancel-{request_id}",
+                )
+            # What was cancelled ends within a step; a stage that has died never ends.
+            _stop_stream(client, patience=_DRAIN_SECONDS)
             client.close()
         return _one(generation)
+
+
+def _stop_stream(client: triton_grpc.InferenceServerClient, patience: float) -> None:
+    """Read a stream to its end; break it off after ``patience`` seconds."""
+    reader = threading.Thread(target=client.stop_stream, daemon=True)
+    reader.start()
+    reader.join(patience)
+    if reader.is_alive():
+        client.stop_stream(cancel_requests=True)
+
+
+class _Exchange:
+    """One request on a gRPC stream of its own.
+
+    A task reads the stream to its end, also when nobody waits any more: in tritonserver 2.51 a stream that is broken
+    off while its ensemble runs leaves a request that is never counted out.
+    """
+
+    def __init__(
+        self,
+        stub: service_pb2_grpc.GRPCInferenceServiceStub,
+        request: service_pb2.ModelInferRequest,
+        cancel: service_pb2.ModelInferRequest | None,
+        timeout: float | None,
+    ) -> None:
+        self._timeout = timeout
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        self._request = request
+        self._cancel = cancel
+        self._over = asyncio.Event()
+        self._left = asyncio.Event()
+        self._answers: asyncio.Queue[triton_grpc.InferResult | Exception | None] = asyncio.Queue()
+        self._call = stub.ModelStreamInfer(self._requests())
+        self.reading = asyncio.create_task(self._read())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> triton_grpc.InferResult:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                answer = await self._answers.get()
+        except TimeoutError:
+            raise _too_late(self._timeout) from None
+        if answer is None:
+            raise StopAsyncIteration
+        if isinstance(answer, Exception):
+            raise to_error(answer) from answer
+        return answer
+
+    def leave(self) -> None:
+        """Nobody waits any more: what still runs is cancelled."""
+        self._left.set()
+
+    async def _requests(self) -> AsyncIterator[service_pb2.ModelInferRequest]:
+        yield self._request
+        over, left = (asyncio.create_task(event.wait()) for event in (self._over, self._left))
+        try:
+            await asyncio.wait({over, left}, return_when=asyncio.FIRST_COMPLETED)
+            if self._cancel is not None and not self._over.is_set():
+                yield self._cancel
+                await asyncio.wait({over}, timeout=_DRAIN_SECONDS)
+        finally:
+            over.cancel()
+            left.cancel()
+        if not self._over.is_set():
+            self._call.cancel()
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                answer = response.infer_response
+                if response.error_message:
+                    self._answers.put_nowait(InferenceServerException(msg=response.error_message))
+                    self._over.set()
+                elif answer.id == self._request.id:
+                    if answer.outputs:
+                        self._answers.put_nowait(triton_grpc.InferResult(answer))
+                    if answer.parameters["triton_final_response"].bool_param:
+                        self._over.set()
+        except grpc.RpcError as error:
+            self._answers.put_nowait(error)
+        except asyncio.CancelledError:
+            if not self._left.is_set():
+                raise
+        finally:
+            self._over.set()
+            self._answers.put_nowait(None)
 
 
 class AsyncDiffusionClient:
@@ -197,6 +338,10 @@ class AsyncDiffusionClient:
     def __init__(self, url: str = "127.0.0.1:8001") -> None:
         self.url = url
         self.triton = triton_grpc_aio.InferenceServerClient(url, channel_args=CHANNEL_ARGS)
+        # tritonclient's own stream_infer cannot ask for empty final responses, which a cancelled request ends with.
+        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_ARGS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._reading: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -207,6 +352,10 @@ class AsyncDiffusionClient:
         await self.close()
 
     async def close(self) -> None:
+        """Close, when what was cancelled has ended."""
+        if self._reading:
+            await asyncio.wait(self._reading, timeout=_DRAIN_SECONDS)
+        await self._channel.close()
         await self.triton.close()
 
     async def limits(self, model: str) -> ModelLimits:
@@ -216,7 +365,19 @@ class AsyncDiffusionClient:
         except InferenceServerException as error:
             raise to_error(error) from error
 
-    async def generate(
+    async def generate(self, model: str, prompt: str, **request: Any) -> Generation:
+        """One picture; the arguments are those of ``stream``. Being cancelled cancels the request on the server, too.
+
+        Raises:
+            DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
+        """
+        last: Generation | None = None
+        async with aclosing(self.stream(model, prompt, **request)) as generations:
+            async for generation in generations:
+                last = generation
+        return _one(last)
+
+    async def stream(
         self,
         model: str,
         prompt: str,
@@ -225,20 +386,24 @@ class AsyncDiffusionClient:
         request_id: str | None = None,
         timeout: float | None = None,
         **parameters: Any,
-    ) -> Generation:
-        """As ``DiffusionClient.generate``; ``timeout`` in seconds is the gRPC deadline of the stream.
+    ) -> AsyncGenerator[Generation, None]:
+        """The pictures of one request as they come: its previews (``partial_images``), then the finished one.
+
+        ``parameters`` are the request's settings (``diffusion_backend.settings``). To stop reading (``aclose``)
+        cancels the request. ``timeout`` is in seconds; the server ends the request after it, too.
 
         Raises:
-            DiffusionError: what the server refused, and why.
+            DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
-
-        request = {
-            "model_name": model,
-            "inputs": ensemble_inputs(prompt, negative_prompt),
-            "request_id": request_id or str(uuid.uuid4()),
-            "parameters": parameters,
-        }
-        return to_generation(await self._answer(request, timeout))
+        request_id = request_id or str(uuid.uuid4())
+        inputs = {"prompt": prompt}
+        if negative_prompt is not None:
+            inputs["negative_prompt"] = negative_prompt
+        request = infer_request(model, inputs, request_id, parameters, timeout)
+        cancel = infer_request(denoise_model(model), {"cancel": request_id}, f"cancel-{request_id}")
+        async with aclosing(self._exchange(request, cancel, timeout)) as results:
+            async for result in results:
+                yield to_generation(result)
 
     async def describe(self, stage: str, *, batched: bool, timeout: float | None = None) -> dict[str, Any]:
         """What a stage's process says of itself: device, dtypes, bytes loaded, versions.
@@ -248,33 +413,26 @@ class AsyncDiffusionClient:
         Raises:
             DiffusionError: it could not answer.
         """
-        tensor = bytes_input("describe", "")
+        request = infer_request(stage, {"describe": ""}, str(uuid.uuid4()))
         if batched:
-            tensor.set_shape([1, 1])
-        request = {"model_name": stage, "inputs": [tensor], "request_id": str(uuid.uuid4())}
-        result = await self._answer(request, timeout)
-        description: dict[str, Any] = json.loads(result.as_numpy("description").reshape(-1)[0])
-        return description
+            request.inputs[0].shape[:] = [1, 1]
+        async with aclosing(self._exchange(request, None, timeout)) as results:
+            async for result in results:
+                description: dict[str, Any] = json.loads(result.as_numpy("description").reshape(-1)[0])
+                return description
+        raise DiffusionError("the server ended the request without an answer", status=Status.UNAVAILABLE)
 
-    async def _answer(self, request: Mapping[str, Any], timeout: float | None) -> triton_grpc.InferResult:
-        """The one response to a request, on a stream of its own."""
-
-        async def requests() -> AsyncIterator[Mapping[str, Any]]:
-            yield request
-
-        answer: triton_grpc.InferResult | None = None
-        failure: Exception | None = None
+    async def _exchange(
+        self,
+        request: service_pb2.ModelInferRequest,
+        cancel: service_pb2.ModelInferRequest | None,
+        timeout: float | None,
+    ) -> AsyncGenerator[triton_grpc.InferResult, None]:
+        exchange = _Exchange(self._stub, request, cancel, timeout)
+        self._reading.add(exchange.reading)
+        exchange.reading.add_done_callback(self._reading.discard)
         try:
-            # To the end, also after an error: a stream that is dropped is a stream cancelled.
-            async for result, error in self.triton.stream_infer(requests(), stream_timeout=timeout):
-                if error is not None:
-                    failure = failure or error
-                else:
-                    answer = result
-        except (grpc.RpcError, InferenceServerException) as error:
-            failure = failure or error
-        if failure is not None:
-            raise to_error(failure) from failure
-        if answer is None:
-            raise DiffusionError("the server ended the request without an answer", status=Status.UNAVAILABLE)
-        return answer
+            async for result in exchange:
+                yield result
+        finally:
+            exchange.leave()
