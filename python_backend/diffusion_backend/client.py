@@ -405,6 +405,17 @@ class AsyncDiffusionClient:
             async for result in results:
                 yield to_generation(result)
 
+    async def cancel(self, model: str, request_id: str) -> None:
+        """Cancel a request by its id, whoever sent it. On a machine behind a load balancer: only if it is there.
+
+        Raises:
+            DiffusionError: the server could not be told.
+        """
+        request = infer_request(denoise_model(model), {"cancel": request_id}, f"cancel-{request_id}")
+        async with aclosing(self._exchange(request, None, _DRAIN_SECONDS)) as results:
+            async for _ in results:
+                pass
+
     async def describe(self, stage: str, *, batched: bool, timeout: float | None = None) -> dict[str, Any]:
         """What a stage's process says of itself: device, dtypes, bytes loaded, versions.
 

@@ -128,7 +128,7 @@ class Engine:
                     "id", f"a request with id {job.request_id!r} is already running", "duplicate_request"
                 )
             if len(self._live) >= self._max_requests:
-                self._tell(self._events.ended, "refused")
+                self.tell(self._events.ended, "refused")
                 raise DiffusionError(
                     f"the server is busy: {self._max_requests} requests are waiting or running",
                     code="queue_full",
@@ -136,6 +136,10 @@ class Engine:
                 )
             self._live.add(job.request_id)
             self._inbox.put(_Running(job, Row(job.work)))
+
+    def tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Call ``what`` on the thread that answers, after what it has been told so far."""
+        self._outbox.submit(_guarded, what, *arguments)
 
     def close(self) -> None:
         """Finish all that was submitted, and answer it; then end the threads."""
@@ -187,7 +191,7 @@ class Engine:
                 self._cancel(job)
 
     def _cancel(self, job: Job) -> None:
-        self._tell(self._events.freed, self._tombstones.age(job.request_id))
+        self.tell(self._events.freed, self._tombstones.age(job.request_id))
         self._end(job, "cancelled", job.cancelled)
 
     def _step(self) -> None:
@@ -199,7 +203,7 @@ class Engine:
         for one in batch:
             if not one.is_served:
                 one.is_served = True
-                self._tell(self._events.waited, time.monotonic() - one.submitted)
+                self.tell(self._events.waited, time.monotonic() - one.submitted)
         self._count()
         try:
             outputs = batching.forward([one.call for one in batch])
@@ -208,7 +212,7 @@ class Engine:
         else:
             for one, output in zip(batch, outputs, strict=True):
                 self._go_on(one, partial(one.row.resume, output))
-        self._tell(self._events.stepped, rows, time.perf_counter() - started)
+        self.tell(self._events.stepped, rows, time.perf_counter() - started)
 
     def _next_batch(self) -> list[_Running]:
         """The row that stands longest and those that can be joined with it, up to the cap; they stand no more."""
@@ -253,8 +257,8 @@ class Engine:
         # Not live before the answer goes out: the sender may use the id again as soon as it has the answer.
         with self._lock:
             self._live.discard(job.request_id)
-        self._tell(answer)
-        self._tell(self._events.ended, outcome)
+        self.tell(answer)
+        self.tell(self._events.ended, outcome)
         self._count()
 
     def _count(self) -> None:
@@ -262,10 +266,7 @@ class Engine:
         counts = len(self._live), waiting
         if counts != self._counts:
             self._counts = counts
-            self._tell(self._events.counted, *counts)
-
-    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
-        self._outbox.submit(_guarded, what, *arguments)
+            self.tell(self._events.counted, *counts)
 
 
 def _guarded(what: Callable[..., None], *arguments: Any) -> None:

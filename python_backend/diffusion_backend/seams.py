@@ -31,6 +31,8 @@ from diffusion_backend.rows import Denoiser
 from diffusion_backend.settings import ModelLimits, Settings
 from diffusion_backend.standins import Method
 
+Prepare = Callable[[DiffusionPipeline], None]
+
 
 class EncodingDone(BaseException):
     """The denoiser was called: all encoders have run. A BaseException, so that no pipeline code catches it."""
@@ -161,10 +163,12 @@ def replay(
     seed: int,
     recorded_dtype: torch.dtype | None = None,
     denoiser: Denoiser | None = None,
+    prepare: Prepare | None = None,
 ) -> Denoised:
     """Run the pipeline's denoising loop on recorded encoder results.
 
-    ``denoiser`` is called in the place of the pipeline's own denoisers.
+    ``denoiser`` is called in the place of the pipeline's own denoisers. ``prepare`` gets the private copy of the
+    pipeline that is going to run.
 
     ``recorded_dtype`` is what the encoders computed in, if not in their own dtype: tensors of it are turned to the
     denoiser's (encoders on a CPU before a denoiser on a GPU; warmup files).
@@ -188,6 +192,8 @@ def replay(
     _replace_encoding_methods(run, replayer)
     if denoiser is not None:
         _replace_denoisers(run, denoiser)
+    if prepare is not None:
+        prepare(run)
     compute_dtype = loading.denoiser_dtype(pipe)
 
     def arrive(tensor: torch.Tensor) -> torch.Tensor:

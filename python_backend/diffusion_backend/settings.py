@@ -20,6 +20,7 @@ from diffusion_backend.errors import DiffusionError, invalid, show
 from diffusion_backend.quality import Tier, resolve_tier
 
 MAX_PROMPT_CHARACTERS = 32_000
+MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
 MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back exactly
 
 
@@ -70,6 +71,7 @@ class ModelLimits(BaseModel):
                 "guidance_scale": self.default_guidance_scale,
                 "seed": 0,
                 "quality": "auto",
+                "partial_images": 0,
             },
         )
         return self
@@ -117,10 +119,11 @@ class Settings(BaseModel):
     guidance_scale: float | None
     seed: int
     quality: str
+    partial_images: int
 
 
 # The request parameters of the ensemble. Prompts are tensors, not parameters.
-PARAMETERS = ("width", "height", "num_inference_steps", "guidance_scale", "seed", "quality")
+PARAMETERS = ("width", "height", "num_inference_steps", "guidance_scale", "seed", "quality", "partial_images")
 
 
 def resolve(
@@ -150,6 +153,7 @@ def resolve(
         "guidance_scale": given.get("guidance_scale", limits.default_guidance_scale),
         "seed": given.get("seed", secrets.randbelow(2**32)),
         "quality": given.get("quality", "auto"),
+        "partial_images": given.get("partial_images", 0),
     }
     return check(limits, fields)
 
@@ -176,6 +180,7 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
         quality="auto" if fields["quality"] is None else str(fields["quality"]),
+        partial_images=_integer("partial_images", fields["partial_images"], 0, MAX_PARTIAL_IMAGES),
     )
     unguided = settings.guidance_scale is not None and settings.guidance_scale <= 1
     if settings.negative_prompt != limits.default_negative_prompt and unguided:

@@ -30,9 +30,14 @@ class DecodeSettings(BaseModel):
 
     @classmethod
     def of(
-        cls, settings: Settings, *, decode_arguments: dict[str, JsonValue], timings: dict[Any, float]
+        cls,
+        settings: Settings,
+        *,
+        decode_arguments: dict[str, JsonValue],
+        timings: dict[Any, float],
+        step: int | None = None,
     ) -> Self:
-        """Those of a request whose last step is done."""
+        """Those of a request whose last step is done, or of its preview after ``step``."""
         return cls(
             width=settings.width,
             height=settings.height,
@@ -40,8 +45,8 @@ class DecodeSettings(BaseModel):
             seed=settings.seed,
             guidance_scale=settings.guidance_scale,
             num_inference_steps=settings.num_inference_steps,
-            step=settings.num_inference_steps,
-            is_final=True,
+            step=settings.num_inference_steps if step is None else step,
+            is_final=step is None,
             decode_arguments=decode_arguments,
             timings=timings,
         )

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion_backend.settings import check
+from diffusion_backend.errors import invalid
+from diffusion_backend.settings import Settings, check
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
@@ -22,12 +23,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, engine, seams
+        from diffusion_backend import conditioning, engine, previews, seams
         from diffusion_backend.loading import Stage
         from diffusion_backend.stages.denoise_metrics import DenoiseMetrics
         from diffusion_backend.tombstones import Tombstones
 
-        self._conditioning, self._seams, self._job = conditioning, seams, engine.Job
+        self._conditioning, self._seams, self._previews = conditioning, seams, previews
+        self._job = engine.Job
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._is_decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
@@ -93,6 +95,7 @@ class TritonPythonModel:
         # The copy matters: the input's memory is Triton's again once execute returns.
         conditioning = self._conditioning.unpack(common.array_input(request, "conditioning").tobytes())
         settings = check(self._config.limits, conditioning.settings)
+        self._check_previews(settings)
         limits = self._config.limits
         timeout = request.timeout()
         request_id = request.request_id() or str(uuid.uuid4())
@@ -101,7 +104,7 @@ class TritonPythonModel:
             self._engine.submit(
                 self._job(
                     request_id=f"{request_id}/{row}" if row else request_id,
-                    work=lambda denoiser: self._denoise(conditioning, settings, denoiser),
+                    work=lambda denoiser: self._denoise(conditioning, settings, denoiser, answer),
                     succeed=lambda made: answer.succeed(_response(made)),
                     fail=answer.fail,
                     cancelled=answer.end,
@@ -110,28 +113,52 @@ class TritonPythonModel:
                 )
             )
 
-    def _denoise(self, conditioning: Any, settings: Any, denoiser: Callable[..., Any]) -> tuple[Any, str]:
+    def _check_previews(self, settings: Settings) -> None:
+        asked = settings.partial_images
+        if not asked:
+            return
+        if not self._is_decoupled:
+            reason = "this model answers once a request"
+        elif self._previews.estimate_of(self._pipe.scheduler) is None:
+            reason = f"a {type(self._pipe.scheduler).__name__} tells no preview"
+        else:
+            return
+        raise invalid("partial_images", f"'partial_images' is {asked}; allowed: 0, since {reason}")
+
+    def _denoise(
+        self, conditioning: Any, settings: Settings, denoiser: Callable[..., Any], answer: _Answer
+    ) -> tuple[Any, str]:
         """The final latents, float32 on the CPU without a row axis, and what vae_decode must know."""
         started = time.perf_counter()
-        arguments = self._seams.call_arguments(self._pipe, self._config.limits, settings)
-        denoised = self._seams.replay(
-            self._pipe,
-            conditioning.calls,
-            arguments,
-            settings.seed,
-            recorded_dtype=common.parse_dtype(conditioning.dtype),
-            denoiser=denoiser,
-        )
-        latents = denoised.latents[0].contiguous().cpu()
-        decode_settings = DecodeSettings.of(
-            settings,
-            decode_arguments=denoised.decode_arguments,
-            timings={
+
+        def run(denoiser: Callable[..., Any], prepare: Callable[[Any], None] | None = None) -> Any:
+            return self._seams.replay(
+                self._pipe,
+                conditioning.calls,
+                self._seams.call_arguments(self._pipe, self._config.limits, settings),
+                settings.seed,
+                recorded_dtype=common.parse_dtype(conditioning.dtype),
+                denoiser=denoiser,
+                prepare=prepare,
+            )
+
+        def made(denoised: Any, step: int | None = None) -> tuple[Any, str]:
+            timings = {
                 "encode_seconds": conditioning.encode_seconds,
                 "denoise_seconds": time.perf_counter() - started,
-            },
-        )
-        return latents, decode_settings.model_dump_json()
+            }
+            decode_settings = DecodeSettings.of(
+                settings, decode_arguments=denoised.decode_arguments, timings=timings, step=step
+            )
+            return denoised.latents[0].contiguous().cpu(), decode_settings.model_dump_json()
+
+        def show(step: int, denoised: Any) -> None:
+            self._engine.tell(lambda preview: answer.show(_response(preview)), made(denoised, step))
+
+        steps = self._previews.preview_steps(settings.partial_images, settings.num_inference_steps)
+        if steps:
+            return made(self._previews.run_with_previews(run, denoiser, steps, show))
+        return made(run(denoiser))
 
 
 def _response(made: tuple[Any, str]) -> Any:
@@ -160,6 +187,10 @@ class _Answer:
         self._rows -= 1
         if self._rows == 0:
             self._send(response)
+
+    def show(self, response: Any) -> None:
+        """A preview; there is more to come."""
+        self._sender.send(response)
 
     def fail(self, error: BaseException) -> None:
         if self._rows > 0:

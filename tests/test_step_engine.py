@@ -1,0 +1,277 @@
+"""The step engine on the real server: batches, previews, cancels, deadlines, back-pressure, and what /metrics says."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from diffusion_backend.client import AsyncDiffusionClient, DiffusionClient, Generation, ensemble_inputs
+from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.repository import BuildOptions, add
+from diffusion_backend.tritonserver import TritonServer
+
+from tests import triton_metrics
+from tests.running_server import ROOT, RunningServer
+
+MODEL = "emoji-flux"
+PROMPT = "a fox on a blue background"
+LONG = 200  # steps: seconds, if nobody ends it
+PLACES = 64  # max_queued_requests
+PIPELINE = ROOT / "model_repository/emoji-flux/pipeline"
+
+
+def outcomes(server: RunningServer, outcome: str) -> float:
+    return triton_metrics.read(server.metrics_url, "requests_total", outcome=outcome)
+
+
+def test_requests_that_arrive_at_random_are_what_they_are_alone(server: RunningServer) -> None:
+    draw = random.Random(1)
+    requests = [
+        {
+            "prompt": draw.choice(["a fox", "a red car on a white background", "two cats"]),
+            "seed": number,
+            "num_inference_steps": draw.choice([2, 4, 9]),
+            "guidance_scale": draw.choice([1.0, 2.0, 3.5]),
+            "width": draw.choice([64, 64, 128]),
+        }
+        for number in range(24)
+    ]
+
+    async def run(client: AsyncDiffusionClient, request: dict[str, Any], delay: float) -> Generation:
+        await asyncio.sleep(delay)
+        return await client.generate(MODEL, **request)
+
+    async def together() -> list[Generation]:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            return await asyncio.gather(*(run(client, request, draw.random()) for request in requests))
+
+    before = triton_metrics.read(server.metrics_url, "batch_size_count")
+    rows_before = triton_metrics.read(server.metrics_url, "batch_size_sum")
+    batched = asyncio.run(together())
+    triton_metrics.wait_until_idle(server.metrics_url, 5)
+    forwards = triton_metrics.read(server.metrics_url, "batch_size_count") - before
+    rows = triton_metrics.read(server.metrics_url, "batch_size_sum") - rows_before
+    assert rows / forwards > 1.5, "requests hardly ever shared a forward"
+    with DiffusionClient(server.grpc_url) as client:
+        for request, generation in zip(requests, batched, strict=True):
+            alone = client.generate(MODEL, **request)
+            assert np.abs(alone.images.astype(int) - generation.images.astype(int)).max() <= 1, request
+
+
+def test_previews_come_in_order_and_leave_the_picture_as_it_is(server: RunningServer) -> None:
+    async def run() -> list[Generation]:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            request = client.stream(MODEL, PROMPT, seed=3, num_inference_steps=12, partial_images=3)
+            return [generation async for generation in request]
+
+    *previews, final = asyncio.run(run())
+    with DiffusionClient(server.grpc_url) as client:
+        alone = client.generate(MODEL, PROMPT, seed=3, num_inference_steps=12)
+    np.testing.assert_array_equal(final.images, alone.images)
+    assert [preview.info["step"] for preview in previews] == [3, 6, 9]
+    assert [preview.info["is_final"] for preview in previews] == [False] * 3
+    assert final.info["is_final"]
+    distances = [np.abs(preview.images.astype(int) - final.images).mean() for preview in previews]
+    assert distances[0] > distances[1] > distances[2]
+    # A picture already, not noise: neighbouring pixels of noise differ by 85 on average.
+    assert np.abs(np.diff(previews[0].images.astype(int), axis=0)).mean() < 30
+
+
+@pytest.mark.parametrize("value", [4, -1, "1", 1.5])
+def test_the_number_of_previews_is_checked(server: RunningServer, value: object) -> None:
+    with (
+        DiffusionClient(server.grpc_url) as client,
+        pytest.raises(DiffusionError, match="allowed: integers from 0 to 3") as caught,
+    ):
+        client.generate(MODEL, PROMPT, partial_images=value)
+    assert caught.value.param == "partial_images"
+
+
+@pytest.mark.parametrize("partial_images", [0, 3])
+def test_who_stops_reading_cancels(server: RunningServer, partial_images: int) -> None:
+    """Within a step, and without a word to the batch mate."""
+    cancelled = outcomes(server, "cancelled")
+
+    async def run() -> Generation:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            mate = asyncio.create_task(client.generate(MODEL, PROMPT, seed=1, num_inference_steps=60))
+            victim = asyncio.create_task(
+                client.generate(MODEL, PROMPT, num_inference_steps=LONG, partial_images=partial_images)
+            )
+            await asyncio.sleep(0.4)
+            victim.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await victim
+            return await mate
+
+    survivor = asyncio.run(run())
+    assert triton_metrics.wait_until_idle(server.metrics_url, 2) < 2
+    assert outcomes(server, "cancelled") == cancelled + 1
+    with DiffusionClient(server.grpc_url) as client:
+        alone = client.generate(MODEL, PROMPT, seed=1, num_inference_steps=60)
+    assert np.abs(alone.images.astype(int) - survivor.images.astype(int)).max() <= 1
+
+
+def test_a_reader_who_leaves_after_the_first_preview_cancels(server: RunningServer) -> None:
+    cancelled = outcomes(server, "cancelled")
+
+    async def run() -> None:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            request = client.stream(MODEL, PROMPT, num_inference_steps=LONG, partial_images=3)
+            async with aclosing(request) as generations:
+                async for generation in generations:
+                    assert not generation.info["is_final"]
+                    break
+
+    asyncio.run(run())
+    triton_metrics.wait_until_idle(server.metrics_url, 2)
+    assert outcomes(server, "cancelled") == cancelled + 1
+
+
+def test_a_cancel_that_comes_before_its_request(server: RunningServer) -> None:
+    """Also where it came while the prompt was being encoded."""
+    request_id = str(uuid.uuid4())
+
+    async def run() -> None:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            await client.cancel(MODEL, request_id)
+            with pytest.raises(DiffusionError, match="cancelled") as caught:
+                await client.generate(MODEL, PROMPT, request_id=request_id)
+            assert caught.value.status is Status.CANCELLED
+
+    asyncio.run(run())
+
+
+def test_the_blocking_client_cancels_at_its_timeout(server: RunningServer) -> None:
+    with (
+        DiffusionClient(server.grpc_url) as client,
+        pytest.raises(DiffusionError, match="no answer within") as caught,
+    ):
+        client.generate(MODEL, PROMPT, num_inference_steps=LONG, timeout=0.5)
+    assert caught.value.code == "deadline_exceeded"
+    triton_metrics.wait_until_idle(server.metrics_url, 2)
+
+
+def test_a_deadline_ends_a_request_on_the_server(server: RunningServer) -> None:
+    """Triton's own ``timeout`` of a request, which any client can set."""
+    late = outcomes(server, "deadline")
+    started = time.monotonic()
+    answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(
+            MODEL,
+            ensemble_inputs(PROMPT, None),
+            request_id=str(uuid.uuid4()),
+            parameters={"num_inference_steps": LONG},
+            timeout=400_000,
+        )
+        _, failure = answers.get(timeout=20)
+        client.stop_stream()
+    error = DiffusionError.from_text(str(failure))
+    assert error is not None
+    assert (error.status, error.code) == (Status.CANCELLED, "deadline_exceeded")
+    assert time.monotonic() - started < 3
+    assert outcomes(server, "deadline") == late + 1
+
+
+def test_a_full_engine_refuses_and_recovers(server: RunningServer) -> None:
+    refused = outcomes(server, "refused")
+
+    async def run() -> list[BaseException]:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            work = [
+                asyncio.create_task(client.generate(MODEL, PROMPT, num_inference_steps=LONG))
+                for _ in range(PLACES + 10)
+            ]
+            failures: list[BaseException] = []
+            for answered in asyncio.as_completed(work):
+                with pytest.raises(DiffusionError) as caught:
+                    await answered
+                failures.append(caught.value)
+                if len(failures) == 10:
+                    break
+            for task in work:
+                task.cancel()
+            await asyncio.wait(work)
+            return failures
+
+    failures = asyncio.run(run())
+    for failure in failures:
+        assert isinstance(failure, DiffusionError)
+        assert (failure.status, failure.code) == (Status.UNAVAILABLE, "queue_full")
+    triton_metrics.wait_until_idle(server.metrics_url, 2)
+    assert outcomes(server, "refused") == refused + len(failures)
+    with DiffusionClient(server.grpc_url) as client:
+        assert client.generate(MODEL, PROMPT, num_inference_steps=1).images.any()
+
+
+def test_cancels_reach_the_instance_that_runs_the_request(tmp_path: Path) -> None:
+    """A cancel lands on either of two instances."""
+    add(str(PIPELINE), "two", tmp_path / "repository", BuildOptions(instances=2))
+
+    async def run(url: str) -> list[float]:
+        async with AsyncDiffusionClient(url) as client:
+            seconds = []
+            for _ in range(6):
+                request = asyncio.create_task(client.generate("two", PROMPT, num_inference_steps=LONG))
+                await asyncio.sleep(0.3)
+                request.cancel()
+                await asyncio.wait({request})
+                seconds.append(await asyncio.to_thread(triton_metrics.wait_until_idle, triton.metrics_url, 2))
+            return seconds
+
+    with TritonServer(tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30) as triton:
+        print("seconds until the place was free:", [f"{s:.3f}" for s in asyncio.run(run(triton.grpc_url))])
+        assert triton_metrics.read(triton.metrics_url, "requests_total", outcome="cancelled") == 6
+        assert triton.stop(), "a request was counted as running"
+
+
+def test_a_unary_model_is_cancelled_with_an_error(tmp_path: Path) -> None:
+    """One response is mandatory there; and it has no previews."""
+    add(str(PIPELINE), "unary", tmp_path / "repository", BuildOptions(unary=True))
+
+    async def run(url: str) -> None:
+        async with AsyncDiffusionClient(url) as client:
+            request_id = str(uuid.uuid4())
+            request = asyncio.create_task(
+                client.generate("unary", PROMPT, num_inference_steps=LONG, request_id=request_id)
+            )
+            await asyncio.sleep(0.4)
+            await client.cancel("unary", request_id)
+            with pytest.raises(DiffusionError, match="was cancelled") as caught:
+                await request
+            assert caught.value.status is Status.CANCELLED
+            with pytest.raises(DiffusionError, match="answers once a request") as refused:
+                await client.generate("unary", PROMPT, partial_images=1)
+            assert refused.value.param == "partial_images"
+
+    with TritonServer(tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30) as triton:
+        asyncio.run(run(triton.grpc_url))
+
+
+def test_describe_says_how_batches_were_checked(server: RunningServer) -> None:
+    async def run() -> dict[str, Any]:
+        async with AsyncDiffusionClient(server.grpc_url) as client:
+            return await client.describe(f"{MODEL}_denoise", batched=False)
+
+    batching = asyncio.run(run())["batching"]
+    assert batching["enabled"]
+    assert batching["joined"]
+    assert 0 <= batching["difference"] < 1e-4 < batching["tolerance"]
+
+
+def test_many_threads_share_one_blocking_client(server: RunningServer) -> None:
+    with DiffusionClient(server.grpc_url) as client, ThreadPoolExecutor(8) as pool:
+        seeds = pool.map(lambda n: client.generate(MODEL, PROMPT, seed=n).info["seed"], range(16))
+        assert list(seeds) == list(range(16))
