@@ -19,6 +19,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -54,13 +55,18 @@ CONTENDERS = ("naive", "cap1", "static", "ours")
 class Plan:
     """How much of everything."""
 
-    requests: int
-    light_requests: int
-    light_rounds: int  # of as many requests: p50 is compared within 5 %, so turns must be short
+    requests: dict[str, int]  # a round, by load
+    rounds: dict[str, int]  # short ones at light load, where p50 is compared within 5 %
 
     @classmethod
     def of(cls, *, is_quick: bool) -> Plan:
-        return cls(12, 3, 2) if is_quick else cls(64, 16, 4)
+        if is_quick:
+            return cls({"above": 12, "at": 12, "light": 3}, {"above": 1, "at": 1, "light": 2})
+        return cls({"above": 64, "at": 64, "light": 16}, {"above": 3, "at": 1, "light": 4})
+
+    def totals(self) -> dict[str, int]:
+        """All requests of a load."""
+        return {load: count * self.rounds[load] for load, count in self.requests.items()}
 
 
 @dataclass(frozen=True)
@@ -113,15 +119,52 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """What the denoise stage has done so far, by its metrics."""
+class Work:
+    """What a server of ours has done so far: the engine's forwards, and the seconds that its processes computed."""
 
-    forwards: float
-    rows: float
-    seconds: float
+    forwards: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    cpu: Mapping[str, float] = field(default_factory=dict)
 
-    def since(self, before: Steps) -> Steps:
-        return Steps(self.forwards - before.forwards, self.rows - before.rows, self.seconds - before.seconds)
+    @classmethod
+    def of(cls, server: Server) -> Work:
+        with urllib.request.urlopen(server.triton.metrics_url, timeout=10) as answer:
+            text = answer.read().decode()
+
+        def read(name: str) -> float:
+            series = re.findall(rf"^diffusion_denoise_{name}{{.*}} (\S+)$", text, re.MULTILINE)
+            return sum(map(float, series))
+
+        processes = {stub.model: pid for pid, stub in find_stubs(server.triton.process.pid).items()}
+        return cls(
+            read("batch_size_count"),
+            read("batch_size_sum"),
+            read("step_seconds_sum"),
+            {name.removeprefix(f"{measure.MODEL}_"): cpu_seconds(pid) for name, pid in processes.items()},
+        )
+
+    def __sub__(self, before: Work) -> Work:
+        return Work(
+            self.forwards - before.forwards,
+            self.rows - before.rows,
+            self.seconds - before.seconds,
+            {name: seconds - before.cpu[name] for name, seconds in self.cpu.items()},
+        )
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.forwards + other.forwards,
+            self.rows + other.rows,
+            self.seconds + other.seconds,
+            {name: seconds + self.cpu.get(name, 0.0) for name, seconds in other.cpu.items()},
+        )
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed, on all cores."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -170,19 +213,6 @@ def stage_environment(server: Server) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
 
 
-def steps_of(server: Server) -> Steps:
-    """Read Triton's /metrics."""
-    with urllib.request.urlopen(server.triton.metrics_url, timeout=10) as answer:
-        text = answer.read().decode()
-
-    def read(name: str) -> float:
-        return sum(
-            float(value) for value in re.findall(rf"^diffusion_denoise_{name}{{.*}} (\S+)$", text, re.M)
-        )
-
-    return Steps(read("batch_size_count"), read("batch_size_sum"), read("step_seconds_sum"))
-
-
 def make_orders(count: int, rate: float, seed: int) -> list[Order]:
     """Poisson arrivals, the first one at once; each number of steps as often, in random order."""
     draw = random.Random(seed)
@@ -228,27 +258,28 @@ def check_same_work(contenders: dict[str, Contender]) -> None:
             sys.exit(f"error: {name} and naive made different pictures, so their times cannot be compared")
 
 
-def run(plan: Plan, contenders: dict[str, Contender], ours: Server) -> tuple[dict[str, Result], Steps, float]:
-    """Every load on every contender: results by load and contender, ours' steps above capacity, and the capacity."""
+def run(
+    plan: Plan, contenders: dict[str, Contender], servers: dict[str, Server]
+) -> tuple[dict[str, Result], dict[str, Work], float]:
+    """Every load on every contender: the results by load and contender, our servers' work, and the capacity."""
     shuffle = random.Random(0)
-    capacity = burst(contenders["ours"], plan.requests)
+    capacity = burst(contenders["ours"], plan.requests["above"])
     results: dict[str, Result] = {}
-    ran = Steps(0, 0, 0)
+    works: dict[str, Work] = {}
     for load, factor in LOADS.items():
-        is_light = load == "light"
-        for number in range(plan.light_rounds if is_light else 1):
-            count = plan.light_requests if is_light else plan.requests
-            orders = make_orders(count, factor * capacity, seed=number + 1)
+        for number in range(plan.rounds[load]):
+            orders = make_orders(plan.requests[load], factor * capacity, seed=number + 1)
             for name in shuffle.sample(CONTENDERS, len(CONTENDERS)):
-                before = steps_of(ours)
+                before = Work.of(servers[name]) if name in servers else Work()
                 latencies = asyncio.run(send(contenders[name], orders))
                 results.setdefault(f"{load}_{name}", Result()).add(orders, latencies)
-                if (load, name) == ("above", "ours"):
-                    ran = steps_of(ours).since(before)
-    return results, ran, capacity
+                if name in servers:
+                    done = Work.of(servers[name]) - before
+                    works[f"{load}_{name}"] = works.get(f"{load}_{name}", Work()) + done
+    return results, works, capacity
 
 
-def batch_limit(costs: dict[str, float], ran: Steps) -> float:
+def batch_limit(costs: dict[str, float], ran: Work) -> float:
     """What batching can give: the time of ``ran``'s rows in forwards of one, over that in the forwards that they had.
 
     A forward's time is nearly a straight line over its rows, so the number of forwards and their rows are enough.
@@ -262,7 +293,8 @@ def measure_all(plan: Plan, *, is_quick: bool) -> dict[str, float]:
     with ExitStack() as stack:
         cap1 = stack.enter_context(measure.unstarted_server(stack.enter_context(repository_with_cap_1())))
         ours = stack.enter_context(measure.unstarted_server())
-        for server in (cap1, ours):
+        servers = {"cap1": cap1, "ours": ours}
+        for server in servers.values():
             server.wait_ready(measure.START_SECONDS)
         environment = stage_environment(ours)
         naive = measure.plain_server("naive_server.py", environment=environment)
@@ -275,14 +307,18 @@ def measure_all(plan: Plan, *, is_quick: bool) -> dict[str, float]:
         }
         check_same_work(contenders)
         costs = step_costs(environment, is_quick=is_quick)
-        results, ran, capacity = run(plan, contenders, ours)
+        results, works, capacity = run(plan, contenders, servers)
+    ran = works["above_ours"]
     limit = batch_limit(costs, ran)
-    seconds = results["above_ours"].seconds
     figures = {
         f"{name}_{what}": value
         for name, result in results.items()
         for what, value in result.figures().items()
     }
+    for name in servers:
+        images = len(results[f"above_{name}"].all)
+        for stage, seconds in works[f"above_{name}"].cpu.items():
+            figures[f"above_{name}_{stage}_cpu_ms"] = seconds / images * 1000
     gain = figures["above_ours_images_per_second"] / figures["above_cap1_images_per_second"]
     return {
         "throughput_vs_cap1": gain,
@@ -293,7 +329,7 @@ def measure_all(plan: Plan, *, is_quick: bool) -> dict[str, float]:
         "capacity_images_per_second": capacity,
         "rows_per_forward": ran.rows / ran.forwards,
         "ms_per_engine_step": ran.seconds / ran.forwards * 1000,
-        "engine_busy_share": ran.seconds / seconds,
+        "engine_busy_share": ran.seconds / results["above_ours"].seconds,
         **costs,
         **figures,
     }
@@ -313,8 +349,8 @@ def report(figures: dict[str, float], plan: Plan) -> None:
     """Print tables."""
     columns = ("images_per_second", "p50_ms", "p99_ms", "p50_4step_ms", "p99_4step_ms")
     measure.report(
-        f"{measure.MODEL}, 64x64, {'/'.join(map(str, STEPS))} steps mixed, PNG over HTTP, {plan.requests} requests "
-        f"({plan.light_requests * plan.light_rounds} at light load)",
+        f"{measure.MODEL}, 64x64, {'/'.join(map(str, STEPS))} steps mixed, PNG over HTTP; requests: "
+        + ", ".join(f"{load} {count}" for load, count in plan.totals().items()),
         ["load", "images/s", "p50 ms", "p99 ms", "4-step p50", "4-step p99"],
         [
             [f"{load} {name}", *(figures[f"{load}_{name}_{column}"] for column in columns)]
@@ -332,6 +368,12 @@ def report(figures: dict[str, float], plan: Plan) -> None:
         f"p99 of the 4-step requests, static over ours: {figures['p99_4step_vs_static']:.2f}\n"
         f"p50 at light load, ours over cap1: {figures['p50_light_vs_cap1']:.3f}"
     )
+    for name in ("cap1", "ours"):
+        stages = ", ".join(
+            f"{stage} {figures[f'above_{name}_{stage}_cpu_ms']:.0f}"
+            for stage in ("encode", "denoise", "vae_decode")
+        )
+        print(f"CPU ms an image of {name}, above capacity: {stages}")
     forwards = ", ".join(f"{rows}: {figures[f'forward_ms_{rows}']:.1f}" for rows in FORWARD_ROWS)
     engine = ", ".join(f"{batch}: {figures[f'engine_ms_b{batch}']:.2f}" for batch in (1, 8, 32))
     print(
