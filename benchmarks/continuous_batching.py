@@ -62,7 +62,7 @@ class Plan:
     def of(cls, *, is_quick: bool) -> Plan:
         if is_quick:
             return cls({"above": 12, "at": 12, "light": 3}, {"above": 1, "at": 1, "light": 2})
-        return cls({"above": 64, "at": 64, "light": 16}, {"above": 3, "at": 1, "light": 4})
+        return cls({"above": 64, "at": 64, "light": 16}, {"above": 2, "at": 1, "light": 4})
 
     def totals(self) -> dict[str, int]:
         """All requests of a load."""
