@@ -194,10 +194,10 @@ def replay(
         _replace_denoisers(run, denoiser)
     if prepare is not None:
         prepare(run)
-    compute_dtype = loading.denoiser_dtype(pipe)
+    device, compute_dtype = run.device, loading.denoiser_dtype(pipe)
 
     def arrive(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(run.device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
+        return tensor.to(device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
 
     for call in calls:
         if call.name not in waiting:
