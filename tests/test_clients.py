@@ -52,6 +52,12 @@ def test_the_node_sdk(server: RunningServer, tmp_path: Path) -> None:
     assert result["models"] == ["emoji-flux"]
     assert pixels(result["answer"]["data"][0]["b64_json"]).shape == (64, 64, 3)
     assert result["answer"]["seed"] == 11
+    assert [event["type"] for event in result["events"]] == [
+        "image_generation.partial_image",
+        "image_generation.partial_image",
+        "image_generation.completed",
+    ]
+    assert {pixels(event["b64_json"]).shape for event in result["events"]} == {(64, 64, 3)}
     assert result["refused"] == {
         "name": "BadRequestError",
         "status": 400,

@@ -255,6 +255,8 @@ def test_a_unary_model_is_cancelled_with_an_error(tmp_path: Path) -> None:
             with pytest.raises(DiffusionError, match="answers once a request") as refused:
                 await client.generate("unary", PROMPT, partial_images=1)
             assert refused.value.param == "partial_images"
+            description = await client.describe("unary_denoise", batched=False)
+            assert description["no_previews"] == "this model answers once a request"
 
     with TritonServer(tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30) as triton:
         asyncio.run(run(triton.grpc_url))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -40,15 +41,19 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def to_response(self) -> JSONResponse:
-        """The envelope."""
+    def to_envelope(self) -> dict[str, dict[str, str | None]]:
+        """The error as a client reads it."""
         error = {
             "message": _printable(self.message),
             "type": "invalid_request_error" if self.status < 500 else "server_error",
             "param": None if self.param is None else _printable(self.param[:80]),
             "code": self.code,
         }
-        return JSONResponse({"error": error}, self.status, self.headers)
+        return {"error": error}
+
+    def to_response(self) -> JSONResponse:
+        """The envelope as an answer of its own."""
+        return JSONResponse(self.to_envelope(), self.status, self.headers)
 
 
 def unavailable(message: str, code: str = "service_unavailable") -> ApiError:
@@ -81,6 +86,19 @@ def from_diffusion_error(error: DiffusionError, request_id: str) -> ApiError:
         return ApiError(CLIENT_CLOSED_REQUEST, "the request was cancelled", code=error.code or "cancelled")
     logger.error("request %s: upstream failed: %s", request_id, error.message, exc_info=error)
     return internal(error.code or "server_error")
+
+
+def explain(error: BaseException, request_id: str) -> ApiError:
+    """What the client is told of ``error``; what nobody expected goes to the log, with ``request_id``."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DiffusionError):
+        return from_diffusion_error(error, request_id)
+    if isinstance(error, asyncio.CancelledError):
+        logger.warning("request %s outlasted the time for shutting down", request_id)
+        return unavailable("the server is shutting down", "shutting_down")
+    logger.error("request %s failed", request_id, exc_info=error)
+    return internal()
 
 
 def install(app: FastAPI) -> None:

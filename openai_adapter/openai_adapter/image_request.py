@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from diffusion_backend import quality, settings
 from diffusion_backend.errors import invalid, show
+from diffusion_backend.settings import Settings
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-_NO_STREAM = "which is not supported yet"
 _GIF_ONLY = "it belongs to output_format 'gif', which is not supported"
 REFUSED = {
     "style": "no model here has styles; describe the style in 'prompt'",
@@ -66,8 +66,13 @@ class ImageRequest(BaseModel):
     moderation: Literal["auto", "low"] = Field("auto", description="'auto', 'low'; nothing is moderated here")
     user: Text | None = Field(None, description="a string of valid Unicode")
     safety_identifier: Text | None = Field(None, description="a string of valid Unicode")
-    stream: bool = Field(False, description="false")
-    partial_images: int = Field(0, ge=0, le=0, description=f"0; more belongs to 'stream', {_NO_STREAM}")
+    stream: bool = Field(False, description="true, false")
+    partial_images: int = Field(
+        0,
+        ge=0,
+        le=settings.MAX_PARTIAL_IMAGES,
+        description=f"integers from 0 to {settings.MAX_PARTIAL_IMAGES}, the previews of each image of a stream",
+    )
     seed: Any = Field(
         None, json_schema_extra={"type": "integer"}, description=f"integers from 0 to {settings.MAX_SEED}"
     )
@@ -90,12 +95,14 @@ class Plan:
     Image k has the seed ``settings.seed + k``.
     """
 
-    settings: settings.Settings
+    settings: Settings
     n: int
 
     @property
-    def seeds(self) -> range:
-        return range(self.settings.seed, self.settings.seed + self.n)
+    def images(self) -> list[Settings]:
+        """The settings of each image."""
+        first = self.settings.seed
+        return [self.settings.model_copy(update={"seed": first + number}) for number in range(self.n)]
 
 
 def parse(body: Mapping[str, Any]) -> ImageRequest:
@@ -114,8 +121,7 @@ def parse(body: Mapping[str, Any]) -> ImageRequest:
     settings.check_prompt(given.get("prompt"))
     quality.resolve_tier(given.get("quality"), quality.Tier.LOSSLESS)
     request = _validate(given)
-    if request.stream:
-        raise invalid("stream", f"'stream' is true, {_NO_STREAM}; allowed: false", "unsupported_parameter")
+    _check_stream(request)
     if request.output_format == "png" and request.output_compression != 100:
         raise invalid(
             "output_compression",
@@ -123,6 +129,20 @@ def parse(body: Mapping[str, Any]) -> ImageRequest:
             "exact; allowed: 100, or output_format 'jpeg' or 'webp'",
         )
     return request
+
+
+def _check_stream(request: ImageRequest) -> None:
+    if request.partial_images and not request.stream:
+        raise invalid(
+            "partial_images",
+            f"'partial_images' is {request.partial_images} without 'stream'; allowed: 0, or 'stream' true",
+        )
+    if request.stream and request.response_format != "b64_json":
+        # As OpenAI's own: its events have no url.
+        raise invalid(
+            "response_format",
+            f"'response_format' is '{request.response_format}' with 'stream' true; allowed: 'b64_json'",
+        )
 
 
 def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
@@ -143,6 +163,7 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
             "guidance_scale": request.guidance_scale,
             "seed": request.seed,
             "quality": request.quality,
+            "partial_images": request.partial_images,
         },
     )
     largest = settings.MAX_SEED - request.n + 1

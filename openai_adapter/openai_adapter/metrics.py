@@ -51,6 +51,9 @@ class Metrics:
             ["model", "quality", "decode_path"],
             registry=self.registry,
         )
+        self.previews = Counter(
+            "openai_adapter_previews", "Previews sent in streams.", ["model"], registry=self.registry
+        )
         self.upstream_errors = Counter(
             "openai_adapter_upstream_errors",
             "Failed calls of Triton, by its status.",

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openai_adapter.errors import ApiError, internal, unavailable
+from openai_adapter.errors import ApiError, explain
 from openai_adapter.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -120,15 +120,7 @@ class Failures(HttpMiddleware):
         except (Exception, asyncio.CancelledError) as error:
             if started:  # only closing the connection can tell the client now
                 raise
-            await self._explain(error, scope["state"]["request_id"]).to_response()(scope, receive, send)
-
-    @staticmethod
-    def _explain(error: BaseException, request_id: str) -> ApiError:
-        if isinstance(error, asyncio.CancelledError):
-            logger.warning("request %s outlasted the time for shutting down", request_id)
-            return unavailable("the server is shutting down", "shutting_down")
-        logger.error("request %s failed", request_id, exc_info=error)
-        return internal()
+            await explain(error, scope["state"]["request_id"]).to_response()(scope, receive, send)
 
 
 class ApiKeys(HttpMiddleware):

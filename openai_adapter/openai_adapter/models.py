@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from diffusion_backend.errors import show
 from diffusion_backend.quality import QUALITIES
+from diffusion_backend.settings import MAX_PARTIAL_IMAGES
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
@@ -19,7 +21,7 @@ _STAGE_FACTS = ("device", "bytes_loaded", "components")
 def build_model_card(model: Model) -> dict[str, Any]:
     """The card of a model: OpenAI's fields, then what this model is and accepts. Sizes are in pixels.
 
-    ``stages`` is what runs: null for a stage until its process has answered for the first time.
+    ``stages`` is what runs: null for a stage until its process has answered for the first time. So are ``previews``.
 
     Raises:
         ApiError: 503, Triton has not told the model's limits yet.
@@ -50,11 +52,19 @@ def build_model_card(model: Model) -> dict[str, Any]:
             "state": "not_installed",
             "reason": "there is no fast VAE decoder yet: every quality is decoded losslessly",
         },
+        "previews": _build_previews(model.denoise_facts),
         "stages": {
             stage: None if facts is None else {key: facts.get(key) for key in _STAGE_FACTS}
             for stage, facts in model.stages.items()
         },
     }
+
+
+def _build_previews(denoise_facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if denoise_facts is None:
+        return None
+    reason = denoise_facts.get("no_previews")
+    return {"max_partial_images": 0 if reason else MAX_PARTIAL_IMAGES, "reason": reason}
 
 
 def routes(registry: Registry) -> APIRouter:

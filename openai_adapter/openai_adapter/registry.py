@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diffusion_backend.client import denoise_model
 from diffusion_backend.errors import show
-from diffusion_backend.settings import ModelLimits
+from diffusion_backend.settings import ModelLimits, check_previews
 
 from openai_adapter.errors import ApiError, unavailable
 
@@ -24,6 +25,11 @@ class Model:
     limits: ModelLimits | None
     ready: bool = False
     stages: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+
+    @property
+    def denoise_facts(self) -> Mapping[str, Any] | None:
+        """The last description of the stage that makes previews."""
+        return self.stages.get(denoise_model(self.name))
 
 
 class Registry:
@@ -96,6 +102,15 @@ class Registry:
         if not model.ready or model.limits is None:
             raise unavailable(f"the model {show(model.name)} is not ready", "model_not_ready")
         return model.name, model.limits
+
+    def check_previews(self, name: str, partial_images: int) -> None:
+        """Whether a model's previews can be had, as far as its stage has said.
+
+        Raises:
+            DiffusionError: INVALID_ARG, naming ``partial_images``.
+        """
+        facts = self.models[name].denoise_facts or {}
+        check_previews(partial_images, facts.get("no_previews"))
 
     def _default(self) -> Model:
         if self._default_model is not None:

@@ -156,10 +156,15 @@ def limits_from_config(config: Any) -> ModelLimits:
     return parse_limits({key: value.string_value for key, value in config.parameters.items()})
 
 
-def _one(generation: Generation | None) -> Generation:
-    if generation is None:
+def require_final(last: Generation | None) -> Generation:
+    """The finished picture, which is the last one that a request's stream gave.
+
+    Raises:
+        DiffusionError: UNAVAILABLE, the stream ended before it.
+    """
+    if last is None or not last.info["is_final"]:
         raise DiffusionError("the server ended the request without a picture", status=Status.UNAVAILABLE)
-    return generation
+    return last
 
 
 def _too_late(timeout: float | None) -> DiffusionError:
@@ -244,7 +249,7 @@ class DiffusionClient:
             # What was cancelled ends within a step; a stage that has died never ends.
             _stop_stream(client, patience=_DRAIN_SECONDS)
             client.close()
-        return _one(generation)
+        return require_final(generation)
 
 
 def _stop_stream(client: triton_grpc.InferenceServerClient, patience: float) -> None:
@@ -378,7 +383,7 @@ class AsyncDiffusionClient:
         async with aclosing(self.stream(model, prompt, **request)) as generations:
             async for generation in generations:
                 last = generation
-        return _one(last)
+        return require_final(last)
 
     async def stream(
         self,

@@ -192,6 +192,16 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
     return settings
 
 
+def check_previews(partial_images: int, reason: str | None) -> None:
+    """``reason`` says why a model shows no previews; None where it does.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``partial_images``.
+    """
+    if partial_images and reason:
+        raise invalid("partial_images", f"'partial_images' is {partial_images}; allowed: 0, since {reason}")
+
+
 def parse_size(size: object, limits: ModelLimits) -> tuple[int, int]:
     """(width, height) in pixels from ``"WIDTHxHEIGHT"``; ``None`` and ``"auto"`` are the model's own size.
 

@@ -40,9 +40,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"user": 1}, "user", "invalid_value"),
     ({"user": SURROGATE}, "user", "invalid_value"),
     ({"safety_identifier": SURROGATE}, "safety_identifier", "invalid_value"),
-    ({"stream": True}, "stream", "unsupported_parameter"),
     ({"stream": 0}, "stream", "invalid_value"),
     ({"partial_images": 1}, "partial_images", "invalid_value"),
+    ({"partial_images": 1, "stream": False}, "partial_images", "invalid_value"),
+    ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
+    ({"partial_images": -1, "stream": True}, "partial_images", "invalid_value"),
+    ({"stream": True, "response_format": "url"}, "response_format", "invalid_value"),
     ({"partial_images": False}, "partial_images", "invalid_value"),
     ({"style": "vivid"}, "style", "unsupported_parameter"),
     ({"complexity": "low"}, "complexity", "unsupported_parameter"),
@@ -78,6 +81,8 @@ def test_bad_fields(app: FastAPI, fields: dict[str, Any], param: str, code: str)
     [
         {},
         {"stream": False, "partial_images": 0, "background": "opaque", "moderation": "low", "user": "me"},
+        {"stream": True, "partial_images": 3, "response_format": "b64_json"},
+        {"stream": True},
         {"output_format": "png", "output_compression": 100, "response_format": "url"},
         {"output_format": "jpeg", "output_compression": 0, "background": "auto"},
         {"prompt": "🦊" * 32_000},
@@ -137,7 +142,7 @@ def test_content_type(app: FastAPI, content_type: str, status: int) -> None:
 
 def test_plan_takes_following_seeds() -> None:
     planned = plan(parse({"prompt": "a fox", "n": 3, "seed": 7, "size": "128x64"}), LIMITS)
-    assert list(planned.seeds) == [7, 8, 9]
+    assert [settings.seed for settings in planned.images] == [7, 8, 9]
     assert (planned.settings.width, planned.settings.height) == (128, 64)
 
 
@@ -150,7 +155,7 @@ def test_plan_keeps_seeds_in_range() -> None:
     from diffusion_backend.errors import DiffusionError
 
     largest = MAX_SEED - 9
-    assert plan(parse({"prompt": "a", "n": 10, "seed": largest}), LIMITS).seeds[-1] == MAX_SEED
+    assert plan(parse({"prompt": "a", "n": 10, "seed": largest}), LIMITS).images[-1].seed == MAX_SEED
     with pytest.raises(DiffusionError) as caught:
         plan(parse({"prompt": "a", "n": 10, "seed": largest + 1}), LIMITS)
     assert caught.value.param == "seed"

@@ -219,7 +219,7 @@ ERRORS: list[tuple[dict[str, Any], int, str, str]] = [
     ({"quality": "ultra"}, 400, "quality", "invalid_value"),
     ({"output_format": "gif"}, 400, "output_format", "invalid_value"),
     ({"background": "transparent"}, 400, "background", "invalid_value"),
-    ({"stream": True}, 400, "stream", "unsupported_parameter"),
+    ({"partial_images": 1}, 400, "partial_images", "invalid_value"),
     ({"style": "vivid"}, 400, "style", "unsupported_parameter"),
     ({"steps": 4}, 400, "steps", "unknown_parameter"),
 ]

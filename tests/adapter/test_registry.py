@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits
 from openai_adapter.errors import ApiError
+from openai_adapter.models import build_model_card
 from openai_adapter.registry import Model, Registry
 
 LIMITS = ModelLimits(
@@ -62,6 +66,26 @@ def test_not_ready() -> None:
     assert error_of(registry(ONE, TWO), "two") == (503, "model_not_ready")
     assert error_of(registry(UNSEEN), "unseen") == (503, "model_not_ready")
     assert error_of(Registry(), "one") == (503, "not_ready")
+
+
+def with_denoise(facts: dict[str, str | None] | None) -> Model:
+    return replace(ONE, stages={"one_denoise": facts})
+
+
+@pytest.mark.parametrize("facts", [None, {}, {"no_previews": None}])
+def test_previews_may_be_asked_for(facts: dict[str, str | None] | None) -> None:
+    registry(with_denoise(facts)).check_previews("one", 3)
+
+
+def test_previews_are_refused_where_the_stage_has_none() -> None:
+    reason = "this model answers once a request"
+    model = with_denoise({"no_previews": reason})
+    registry(model).check_previews("one", 0)
+    with pytest.raises(DiffusionError, match=reason) as caught:
+        registry(model).check_previews("one", 2)
+    assert (caught.value.status, caught.value.param) == (Status.INVALID_ARG, "partial_images")
+    assert build_model_card(model)["previews"] == {"max_partial_images": 0, "reason": reason}
+    assert build_model_card(with_denoise(None))["previews"] is None
 
 
 def test_described_are_known_models_by_name() -> None:

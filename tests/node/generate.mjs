@@ -10,10 +10,17 @@ const answer = await client.images.generate({
   size: "64x64",
   seed: 11,
 });
+const events = [];
+for await (const event of await client.images.generate({
+  model: models[0],
+  prompt: "a panda on a green background",
+  stream: true,
+  partial_images: 2,
+})) events.push(event);
 let refused = null;
 try {
   await client.images.generate({ model: models[0], prompt: "a panda", size: "65x64" });
 } catch (error) {
   refused = { name: error.constructor.name, status: error.status, param: error.param, code: error.code };
 }
-console.log(JSON.stringify({ models, answer, refused }));
+console.log(JSON.stringify({ models, answer, events, refused }));

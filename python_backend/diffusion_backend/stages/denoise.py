@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion_backend.errors import invalid
-from diffusion_backend.settings import Settings, check
+from diffusion_backend.settings import Settings, check, check_previews
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
@@ -42,7 +41,10 @@ class TritonPythonModel:
         )
         self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
         batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
-        self._description = json.dumps({**json.loads(description), "batching": batching})
+        self._no_previews = self._find_no_previews()
+        self._description = json.dumps(
+            {**json.loads(description), "batching": batching, "no_previews": self._no_previews}
+        )
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -95,7 +97,7 @@ class TritonPythonModel:
         # The copy matters: the input's memory is Triton's again once execute returns.
         conditioning = self._conditioning.unpack(common.array_input(request, "conditioning").tobytes())
         settings = check(self._config.limits, conditioning.settings)
-        self._check_previews(settings)
+        check_previews(settings.partial_images, self._no_previews)
         limits = self._config.limits
         timeout = request.timeout()
         request_id = request.request_id() or str(uuid.uuid4())
@@ -113,17 +115,13 @@ class TritonPythonModel:
                 )
             )
 
-    def _check_previews(self, settings: Settings) -> None:
-        asked = settings.partial_images
-        if not asked:
-            return
+    def _find_no_previews(self) -> str | None:
+        """Why this model shows no previews; None where it does."""
         if not self._is_decoupled:
-            reason = "this model answers once a request"
-        elif self._previews.estimate_of(self._pipe.scheduler) is None:
-            reason = f"a {type(self._pipe.scheduler).__name__} tells no preview"
-        else:
-            return
-        raise invalid("partial_images", f"'partial_images' is {asked}; allowed: 0, since {reason}")
+            return "this model answers once a request"
+        if self._previews.estimate_of(self._pipe.scheduler) is None:
+            return f"a {type(self._pipe.scheduler).__name__} tells no preview"
+        return None
 
     def _denoise(
         self, conditioning: Any, settings: Settings, denoiser: Callable[..., Any], answer: _Answer

@@ -1,0 +1,183 @@
+"""From a checked request to files: every image is one call of the ensemble, all of them at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_backend.client import Generation, require_final
+from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.settings import Settings as ImageSettings
+
+from openai_adapter import image_files, image_request
+from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
+from openai_adapter.image_request import ImageRequest, Plan
+from openai_adapter.metrics import Metrics
+from openai_adapter.recovery import Recovery
+from openai_adapter.triton import Triton
+
+logger = logging.getLogger(__name__)
+
+_STREAM_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file, and what the server said of making it.
+
+    ``index`` is the image's among those of its request. ``preview`` counts the image's previews from 0; the image
+    itself has None.
+    """
+
+    index: int
+    file: bytes
+    info: dict[str, Any]
+    preview: int | None = None
+
+
+class ImageGenerator:
+    """Makes the images of requests."""
+
+    def __init__(self, triton: Triton, recovery: Recovery, metrics: Metrics, timeout: float) -> None:
+        self._triton = triton
+        self._recovery = recovery
+        self._metrics = metrics
+        self._timeout = timeout
+
+    async def generate(self, model: str, plan: Plan, request: ImageRequest) -> list[Picture]:
+        """All images of a request, in the order of their seeds; raises what ``stream`` does."""
+        async with aclosing(self.stream(model, plan, request)) as pictures:
+            images = [picture async for picture in pictures if picture.preview is None]
+        return sorted(images, key=lambda image: image.index)
+
+    async def stream(self, model: str, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
+        """The pictures of a request as they are made: of each image its previews, then itself.
+
+        When one image fails the others are cancelled; so are all when the caller stops reading (``aclose``).
+
+        Raises:
+            DiffusionError: what Triton said of the first one that failed.
+            ApiError: 503, its work was lost; 504 after ``timeout`` seconds.
+        """
+        made: asyncio.Queue[Picture | Exception] = asyncio.Queue()
+        work = [
+            asyncio.create_task(self._work(model, index, settings, request, made.put_nowait))
+            for index, settings in enumerate(plan.images)
+        ]
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        missing = plan.n
+        try:
+            while missing:
+                picture = await self._next(made, deadline)
+                if isinstance(picture, Exception):
+                    raise _once(picture) if plan.n > 1 else picture
+                self._count(model, plan, picture)
+                missing -= picture.preview is None
+                yield picture
+        finally:
+            for task in work:
+                task.cancel()
+
+    async def _next(self, made: asyncio.Queue[Picture | Exception], deadline: float) -> Picture | Exception:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await made.get()
+        except TimeoutError:
+            self._metrics.upstream_errors.labels("TIMEOUT").inc()
+            raise ApiError(
+                504,
+                f"the images were not done within {self._timeout:g} seconds",
+                code="timeout",
+                headers=DO_NOT_RETRY,
+            ) from None
+
+    def _count(self, model: str, plan: Plan, picture: Picture) -> None:
+        if picture.preview is None:
+            path = str(picture.info.get("decode_path"))
+            self._metrics.images.labels(model, plan.settings.quality, path).inc()
+        else:
+            self._metrics.previews.labels(model).inc()
+
+    async def _work(
+        self,
+        model: str,
+        index: int,
+        settings: ImageSettings,
+        request: ImageRequest,
+        put: Callable[[Picture | Exception], None],
+    ) -> None:
+        """Make one image: ``put`` is told its previews, then the image or what went wrong."""
+        shown_steps: list[int] = []
+
+        async def show(preview: Generation) -> None:
+            file = await _encode(preview, request)
+            step = preview.info["step"]
+            # A second attempt, after a loss, repeats the previews of the first.
+            if not shown_steps or step > shown_steps[-1]:
+                put(Picture(index, file, preview.info, preview=len(shown_steps)))
+                shown_steps.append(step)
+
+        async def attempt() -> Generation:
+            last: Generation | None = None
+            async with aclosing(self._call(model, settings)) as generations:
+                async for last in generations:
+                    _check(last, settings)
+                    if not last.info["is_final"]:
+                        await show(last)
+            return require_final(last)
+
+        try:
+            image = await self._recovery.run(model, attempt)
+            put(Picture(index, await _encode(image, request), image.info))
+        except DiffusionError as error:
+            self._metrics.upstream_errors.labels(error.status).inc()
+            put(_blame(error))
+        except Exception as error:
+            put(error)
+
+    def _call(self, model: str, settings: ImageSettings) -> AsyncGenerator[Generation, None]:
+        request_id = str(uuid.uuid4())
+        logger.debug("generation %s on %s", request_id, model)
+        return self._triton.client.stream(
+            model,
+            settings.prompt,
+            negative_prompt=settings.negative_prompt,
+            request_id=request_id,
+            # Only so that no stream outlives its request: the request's own limit comes first, as a 504.
+            timeout=self._timeout + _STREAM_GRACE_SECONDS,
+            **settings.model_dump(exclude={"prompt", "negative_prompt"}, exclude_none=True),
+        )
+
+
+async def _encode(generation: Generation, request: ImageRequest) -> bytes:
+    return await asyncio.to_thread(
+        image_files.encode, generation.images, request.output_format, request.output_compression
+    )
+
+
+def _once(failure: Exception) -> Exception:
+    """A failure of one image of several: asking again would repeat the work that the others are."""
+    if isinstance(failure, DiffusionError) and failure.status is Status.UNAVAILABLE and failure.code:
+        again = unavailable(failure.message, failure.code)
+        again.headers.update(DO_NOT_RETRY)
+        return again
+    return failure
+
+
+def _check(generation: Generation, settings: ImageSettings) -> None:
+    expected = (settings.height, settings.width, 3)
+    shape = getattr(generation.images, "shape", None)
+    if shape != expected:
+        raise DiffusionError(f"the ensemble answered an image of shape {shape}, not {expected}")
+
+
+def _blame(error: DiffusionError) -> DiffusionError:
+    """A stage's refusal is the client's fault where the client sent the field, or the pipeline refuses the whole."""
+    if error.status is Status.INVALID_ARG and error.param and error.param not in image_request.FIELDS:
+        return DiffusionError(error.message)
+    return error
