@@ -156,15 +156,20 @@ class StubWatcher:
         for pid, stub in self._stubs.items():
             if self._requests_lost and states.get(stub.model) == UNLOADING:
                 self._replaced.setdefault(pid, end)
-        ailing = {model for model, patient in self._patients.items() if patient.ailing}
-        for model in [model for model in self._reloaded | ailing if states.get(model) == READY]:
-            ensemble = self._control.describe(model).ensemble
-            if ensemble is not None and states.get(ensemble) not in (READY, LOADING):
+        for model in [model for model in self._reloaded if states.get(model) == READY]:
+            if self._is_orphan(model, states):
                 self._control.unload(model)
                 self._reloaded.discard(model)
-        for model in ailing:
-            if states.get(model) not in (READY, LOADING) and not self._patients[model].absent:
-                self._patients[model].due = 0.0  # it need not wait for its next load
+        for model, patient in self._patients.items():
+            if patient.ailing and not patient.absent:
+                state = states.get(model)
+                if state not in (READY, LOADING) or (state == READY and self._is_orphan(model, states)):
+                    patient.due = 0.0  # it need not wait for its next load
+
+    def _is_orphan(self, model: str, states: dict[str, str]) -> bool:
+        """Whether the ensemble of a stage was unloaded."""
+        ensemble = self._control.describe(model).ensemble
+        return ensemble is not None and states.get(ensemble) not in (READY, LOADING)
 
     def _find_short(self, now: float) -> None:
         """What died before the first look was never seen alive."""
@@ -184,6 +189,12 @@ class StubWatcher:
             states = self._control.states()
             state = states.get(model)
             short = state == READY and not patient.absent and self._is_short(model, patient.survivors)
+            if short and self._is_orphan(model, states):
+                # A reload would have Triton load its ensemble, too.
+                self._requests_lost = True
+                patient.due = now + _ASK_AGAIN_SECONDS
+                self._control.unload(model)
+                return
             if short and patient.failures >= MAX_FAILURES:
                 self._require_others(model, patient, states)
         except ControlError as error:

@@ -110,6 +110,8 @@ class Watched:
         failures = ("one_stage", "loading failed")
         self.heal(lambda: self.report().restarts.get(failures, 0) > MAX_FAILURES)
         assert self.report().ailing == {"one_stage": "it cannot be loaded again"}
+        said = len(self.said)
+        self.heal(lambda: len(self.said) > said)  # no load is under way now
         assert self.has_said("the weights are gone")
 
     def mend(self) -> None:
@@ -261,7 +263,10 @@ def test_a_stage_that_does_not_load_again_is_tried_on_while_another_model_serves
 
 @pytest.mark.parametrize("with_stages", [True, False])
 def test_what_cannot_be_loaded_is_unloaded_with_its_ensemble(watched: Watched, with_stages: bool) -> None:
-    """Triton alone would leave it: one that a reload has loaded by itself is no ensemble's."""
+    """Triton alone would leave it: one that a reload has loaded by itself is no ensemble's.
+
+    While a stage is being loaded, Triton loads its ensemble again that was unloaded without it.
+    """
     watched.break_for_good()
     with watched.client() as client:
         client.unload_model("one", headers=watched.key(), unload_dependents=with_stages)
