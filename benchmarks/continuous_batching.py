@@ -48,6 +48,7 @@ SHORT = min(STEPS)
 CAP = 16  # max_batch_rows of the model, and of static
 FORWARD_ROWS = (1, 2, 4, 8, 16)  # that step_costs.py measures
 LOADS = {"above": 2.0, "at": 1.0, "light": 0.1}  # arrivals, in units of what ours can do
+CAPACITY_BURSTS = 3
 CONTENDERS = ("naive", "cap1", "static", "ours")
 
 
@@ -263,7 +264,8 @@ def run(
 ) -> tuple[dict[str, Result], dict[str, Work], float]:
     """Every load on every contender: the results by load and contender, our servers' work, and the capacity."""
     shuffle = random.Random(0)
-    capacity = burst(contenders["ours"], plan.requests["above"])
+    # The best of a few: what else the machine does only makes it less, and then no load would be above it.
+    capacity = max(burst(contenders["ours"], plan.requests["above"]) for _ in range(CAPACITY_BURSTS))
     results: dict[str, Result] = {}
     works: dict[str, Work] = {}
     for load, factor in LOADS.items():
