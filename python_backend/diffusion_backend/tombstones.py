@@ -15,6 +15,7 @@ from pathlib import Path
 
 # A request that comes later than this after its cancel is run.
 KEPT_SECONDS = 600.0
+_SWEEP_SECONDS = 60.0
 # Two changes of a folder within one tick of the file system's clock have one time stamp.
 _CLOCK_TICK_SECONDS = 0.05
 
@@ -27,6 +28,7 @@ class Tombstones:
         self._folder = folder or _server_folder(os.getppid())
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._seen = 0
+        self._swept = time.monotonic()
 
     def add(self, request_id: str) -> None:
         """``request_id`` is cancelled, wherever it is."""
@@ -54,6 +56,9 @@ class Tombstones:
         return self._folder / hashlib.sha256(request_id.encode()).hexdigest()
 
     def _remove_old(self) -> None:
+        if time.monotonic() - self._swept < _SWEEP_SECONDS:
+            return
+        self._swept = time.monotonic()
         oldest = time.time() - KEPT_SECONDS
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another instance was faster
