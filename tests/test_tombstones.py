@@ -52,3 +52,25 @@ def test_old_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     mine.add("newer")
     assert "old" not in mine
     assert "new" in mine
+
+
+def test_a_folder_that_a_cleaner_removed_is_made_again(tmp_path: Path) -> None:
+    mine = Tombstones(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    assert not mine.has_news()
+    assert "a" not in mine
+    mine.add("a")
+    assert mine.has_news()
+    assert "a" in mine
+
+
+def test_each_server_has_a_folder_of_its_own_and_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    servers = tmp_path / f"triton_diffusion_{os.getuid()}"
+    (servers / "1_0").mkdir(parents=True)  # an earlier process 1
+    Tombstones().add("a")
+    (folder,) = servers.iterdir()
+    assert folder.name.startswith(f"{os.getppid()}_")
+    assert "a" in Tombstones()
