@@ -6,15 +6,17 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from diffusion_backend.launcher import ServeOptions, Server
-from diffusion_backend.processes import free_ports
-from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts
+from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports
+from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts, http_status
 
 MODEL = "emoji-flux"
 PROMPT = "a fox on a blue background"  # not the one of the model's warmup
@@ -30,7 +32,7 @@ def parse_options(description: str) -> argparse.Namespace:
 
 
 @contextmanager
-def unstarted_server() -> Iterator[Server]:
+def unstarted_server(repository: Path = CHECKOUT / "model_repository") -> Iterator[Server]:
     """A server of this checkout's models on free ports, with files of its own; stopped at the end.
 
     On the CPU, so that every benchmark here measures the same work on every machine.
@@ -39,7 +41,7 @@ def unstarted_server() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         server = Server(
             ServeOptions(
-                repository=CHECKOUT / "model_repository",
+                repository=repository,
                 data_dir=Path(folder),
                 host=LOOPBACK,
                 port=port,
@@ -52,6 +54,29 @@ def unstarted_server() -> Iterator[Server]:
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def plain_server(script: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """One of the servers to compare with, a script beside this one, once it answers: the URL of its one route."""
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        process = ManagedProcess(
+            script,
+            [sys.executable, str(Path(__file__).with_name(script)), str(port), *arguments],
+            log=Path(folder) / "log",
+            environment=environment,
+            patience=10,
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while http_status(LOOPBACK, port, "/docs") != 200:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise LaunchError(process.obituary())
+                time.sleep(0.1)
+            yield f"http://{LOOPBACK}:{port}/generate"
+        finally:
+            process.stop()
 
 
 def request_body(seed: int, **more: object) -> dict[str, object]:

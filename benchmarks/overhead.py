@@ -13,24 +13,19 @@ from __future__ import annotations
 import base64
 import io
 import multiprocessing
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import httpx
 import measure
 import numpy as np
 import numpy.typing as npt
-from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports
-from diffusion_backend.tritonserver import LOOPBACK, http_status
 from PIL import Image
 
 SIZE = 64
@@ -104,33 +99,16 @@ def _bare_process(connection: Connection) -> None:
 @contextmanager
 def naive(client: httpx.Client) -> Iterator[Contender]:
     """naive_server.py, over HTTP."""
-    (port,) = free_ports(1)
-    url = f"http://{LOOPBACK}:{port}/generate"
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        process = ManagedProcess(
-            "the naive server",
-            [sys.executable, str(Path(__file__).with_name("naive_server.py")), str(port)],
-            log=Path(folder) / "log",
-            environment=os.environ,
-            patience=10,
-        )
 
-        def shoot(seed: int) -> Shot:
-            body = {"prompt": measure.PROMPT, "seed": seed, "width": SIZE, "height": SIZE, "steps": STEPS}
-            started = time.perf_counter()
-            answer = client.post(url, json=body).raise_for_status().json()
-            file = base64.b64decode(answer["b64_json"])
-            return Shot((time.perf_counter() - started) * 1000, file)
+    def shoot(seed: int) -> Shot:
+        body = {"prompt": measure.PROMPT, "seed": seed, "width": SIZE, "height": SIZE, "steps": STEPS}
+        started = time.perf_counter()
+        answer = client.post(url, json=body).raise_for_status().json()
+        file = base64.b64decode(answer["b64_json"])
+        return Shot((time.perf_counter() - started) * 1000, file)
 
-        try:
-            deadline = time.monotonic() + measure.START_SECONDS
-            while http_status(LOOPBACK, port, "/docs") != 200:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise LaunchError(process.obituary())
-                time.sleep(0.1)
-            yield shoot
-        finally:
-            process.stop()
+    with measure.plain_server("naive_server.py") as url:
+        yield shoot
 
 
 @contextmanager

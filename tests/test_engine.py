@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -232,6 +234,29 @@ def test_a_cancel_that_is_faster_than_its_request(bench: Bench) -> None:
     bench.submit("early", bench.work(1, 1))
     bench.engine.close()
     assert sorted(bench.ends) == [("early", "cancelled"), ("other", 2)]
+
+
+def test_each_of_many_cancels_frees_its_place_within_a_step(tmp_path: Path) -> None:
+    """At random moments, among rows that go on. Run with -s to see in how many forwards it still was."""
+    draw, step_seconds, rows = random.Random(0), 0.002, 8
+    forwards = []
+    for bench in make_bench(tmp_path, max_requests=rows, max_batch_rows=rows):
+        bench.model.before = lambda: time.sleep(step_seconds)
+        for number in range(rows - 1):
+            bench.submit(f"stays {number}", bench.work(0, 100_000))
+        for number in range(200):
+            name, freed = f"gone {number}", threading.Event()
+            work = bench.work(1_000_000, 100_000)
+            bench.engine.submit(Job(name, work, bench.ends.append, bench.ends.append, freed.set))
+            time.sleep(draw.uniform(2, 4) * step_seconds)
+            bench.tombstones.add(name)
+            begun = len(bench.model.batches)
+            assert freed.wait(5)
+            forwards.append(sum(batch[-1] >= 1_000_000 for batch in bench.model.batches[begun:]))
+        for number in range(rows - 1):
+            bench.tombstones.add(f"stays {number}")
+    print(f"cancel to free place: median {statistics.median(forwards)} forwards, worst {max(forwards)}")
+    assert max(forwards) <= 1  # the one that it was in, or chosen for
 
 
 def test_a_deadline_ends_a_request_that_runs(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
 from diffusion_backend.repository import BuildOptions, add, list_models, remove
 from diffusion_backend.settings import ModelLimits
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = ROOT / "model_repository"
@@ -305,3 +306,21 @@ def test_check_list_and_remove_on_the_command_line(
         assert words in capsys.readouterr().out
     assert cli.main(["remove", "none", "--repository", str(rebuilt)]) == 1
     assert "'none' is no model" in capsys.readouterr().err
+
+
+def test_encoders_in_another_dtype_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, repository = tmp_path / "pipeline", tmp_path / "repository"
+    shutil.copytree(PIPELINE, source)
+    file = source / "text_encoder_2" / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    denoiser = "float16"
+    warning = f"warning: transformer is stored in {denoiser}, but text_encoder_2 in bfloat16: "
+    assert cli.main(["check", str(source)]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(warning)
+    assert f"--dtype {denoiser}" in error
+    assert error.count("\n") == 1
+    arguments = ["add", str(source), "--name", "m", "--repository", str(repository), "--no-warmup"]
+    for options, warned in (([], True), (["--dtype=float32"], False), (["--device=cpu"], False)):
+        assert cli.main([*arguments, *options]) == 0
+        assert capsys.readouterr().err.startswith(warning) == warned

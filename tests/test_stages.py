@@ -19,7 +19,13 @@ import torch
 import tritonclient.grpc as triton_grpc
 from diffusers import DiffusionPipeline
 from diffusion_backend import conditioning, seams
-from diffusion_backend.client import AsyncDiffusionClient, DiffusionClient, Generation, bytes_input
+from diffusion_backend.client import (
+    ADMIN_KEY_METADATA,
+    AsyncDiffusionClient,
+    DiffusionClient,
+    Generation,
+    bytes_input,
+)
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits, resolve
 
@@ -163,7 +169,7 @@ def test_generate_stream_over_http(server: RunningServer) -> None:
 def test_management_apis_need_the_key(server: RunningServer) -> None:
     """Loading models runs code and shared memory reads memory: not for whoever reaches the port."""
     client = triton_grpc.InferenceServerClient(server.grpc_url)
-    key = {"triton-grpc-protocol-admin-key": server.admin_key}
+    key = {ADMIN_KEY_METADATA: server.admin_key}
     for call in (
         lambda **headers: client.get_model_repository_index(**headers),
         lambda **headers: client.get_system_shared_memory_status(**headers),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,10 +51,32 @@ def test_a_generator_goes_on_where_it_stood() -> None:
     assert torch.equal(torch.randn(4, generator=arrived), torch.randn(4, generator=generator))
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(1, dtype=torch.complex64), {"x": print}])
+class Pair(NamedTuple):
+    """It would come back as a plain tuple."""
+
+    one: int
+    other: int
+
+
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(1, dtype=torch.complex64), {"x": print}, [Pair(1, 2)], torch.Size([1])]
+)
 def test_what_cannot_travel(value: object) -> None:
     with pytest.raises(TypeError, match="cannot travel"):
         values.to_json(value)
+
+
+def test_numbers_drawn_on_a_gpu_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"generator": torch.Generator()}
+    on_cpu = seams._random_state(arguments)
+    assert seams._random_state(arguments) == on_cpu
+    gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", gpu.get_state)
+    before = seams._random_state(arguments)
+    assert seams._random_state(arguments) == before
+    torch.randn(1, generator=gpu)
+    assert seams._random_state(arguments) != before
 
 
 @pytest.mark.parametrize(

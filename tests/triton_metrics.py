@@ -1,4 +1,4 @@
-"""What Triton's own /metrics says of the denoise stage."""
+"""What Triton's own /metrics says of the stages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 import time
 import urllib.request
 
-_LINE = re.compile(r"^diffusion_denoise_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+_LINE = re.compile(r"^diffusion_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 
 
-def read(url: str, name: str, **labels: str) -> float:
-    """The sum of ``diffusion_denoise_<name>`` over all series with these labels."""
+def read(url: str, name: str, stage: str = "denoise", **labels: str) -> float:
+    """The sum of ``diffusion_<stage>_<name>`` over all series with these labels."""
     with urllib.request.urlopen(urllib.request.Request(url, headers={"Connection": "close"})) as answer:
         text = answer.read().decode()
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
     return sum(
         float(value)
         for found, series, value in _LINE.findall(text)
-        if found == name and wanted <= set(series.split(","))
+        if found == f"{stage}_{name}" and wanted <= set(series.split(","))
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,16 +30,24 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _DRAIN_FACTOR = 16
 
 
-class RequestIds:
-    """``x-request-id`` on every response: the client's own where it is well-formed, else a new one."""
+class HttpMiddleware(ABC):
+    """Answers HTTP requests; the rest (the lifespan) is the app's alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        await (self.answer if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    @abstractmethod
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+
+class RequestIds(HttpMiddleware):
+    """``x-request-id`` on every response: the client's own where it is well-formed, else a new one."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
         scope.setdefault("state", {})["request_id"] = request_id
@@ -51,17 +60,14 @@ class RequestIds:
         await self.app(scope, receive, send_with_id)
 
 
-class Measure:
+class Measure(HttpMiddleware):
     """Counts and times requests by the template of their route."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app = app
+        super().__init__(app)
         self.metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0  # stays so where the connection was lost before an answer
         start = time.perf_counter()
 
@@ -98,16 +104,10 @@ class Cors(CORSMiddleware):
         return refused
 
 
-class Failures:
+class Failures(HttpMiddleware):
     """An exception that nobody expected: a 500 that tells nothing, and the traceback in the log."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def send_and_note(message: Message) -> None:
@@ -123,15 +123,17 @@ class Failures:
             await explain(error, scope["state"]["request_id"]).to_response()(scope, receive, send)
 
 
-class ApiKeys:
-    """Bearer keys for everything but health and media files."""
+class ApiKeys(HttpMiddleware):
+    """Bearer keys for everything but health and media files; ``is_stranger`` in the state says who has none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
+        super().__init__(app)
         self.keys = [key.encode() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._is_allowed(Headers(scope=scope)):
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_allowed = self._is_allowed(Headers(scope=scope))
+        scope["state"]["is_stranger"] = not is_allowed
+        if is_allowed or self._is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         refused = ApiError(
@@ -154,17 +156,14 @@ class ApiKeys:
         return scheme.lower() == "bearer" and any(matches)
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """413 for a body of more than ``limit`` bytes, announced or sent in chunks."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app = app
+        super().__init__(app)
         self.limit = limit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         announced = Headers(scope=scope).get("content-length", "0")
         if not _LENGTH.fullmatch(announced):
             invalid = ApiError(400, "'content-length' is not a number", code="invalid_request")

@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diffusion_backend.client import AsyncDiffusionClient, limits_from_config
+from diffusion_backend.client import ADMIN_KEY_METADATA, AsyncDiffusionClient, limits_from_config
 from diffusion_backend.healing_report import TRITON, HealingReport, read_report
 from tritonclient.utils import InferenceServerException
 
@@ -26,7 +27,6 @@ POLL_SECONDS_AT_START = 0.2
 REPORT_SECONDS = 0.2
 REFRESH_SECONDS = 10.0
 CALL_TIMEOUT_SECONDS = 5.0
-ADMIN_KEY_HEADER = "triton-grpc-protocol-admin-key"
 _UNREACHABLE = "the model server cannot be reached"
 
 
@@ -91,15 +91,21 @@ class Triton:
     async def _read_report_forever(self) -> None:
         assert self._settings.healing_report
         while True:
-            before, self._report = self._report.ailing, read_report(self._settings.healing_report)
-            if self._report.ailing != before:
-                for part in self._report.ailing.keys() - before.keys():
-                    self._registry.report_loss(part)
-                for part in before.keys() - self._report.ailing.keys():
-                    self._canary.doubt(part)  # until it says itself that it is well, which it can at once
-                self._canary.ask(self.client)
-                self._judge()
+            try:
+                self._read_report(self._settings.healing_report)
+            except Exception:
+                logger.exception("the healing report could not be followed")
             await asyncio.sleep(REPORT_SECONDS)
+
+    def _read_report(self, path: Path) -> None:
+        before, self._report = self._report.ailing, read_report(path)
+        if self._report.ailing != before:
+            for part in self._report.ailing.keys() - before.keys():
+                self._registry.report_loss(part)
+            for part in before.keys() - self._report.ailing.keys():
+                self._canary.doubt(part)  # until it says itself that it is well, which it can at once
+            self._canary.ask(self.client)
+            self._judge()
 
     async def _poll(self) -> None:
         try:
@@ -208,7 +214,7 @@ class Triton:
     async def _list_names(self) -> list[str]:
         key = self._settings.triton_admin_key
         index = await self.client.triton.get_model_repository_index(
-            headers={ADMIN_KEY_HEADER: key.get_secret_value()} if key else None,
+            headers={ADMIN_KEY_METADATA: key.get_secret_value()} if key else None,
             client_timeout=CALL_TIMEOUT_SECONDS,
         )
         # A model that an operator has unloaded stays listed, with this reason.

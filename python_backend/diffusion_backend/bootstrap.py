@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,15 @@ def _check_glibc() -> None:
         raise SetupError(
             f"glibc {version} is too old: the embedded tritonserver needs {need} or newer (Debian 12, Ubuntu "
             "22.04): use a newer system or NVIDIA's tritonserver container (docker/)"
+        )
+
+
+def check_place(root: Path) -> None:
+    """Raise a SetupError if tritonserver could not run the models of a checkout that lies there."""
+    if not re.fullmatch(r"[!-~]+", str(root)):
+        raise SetupError(
+            f"this checkout is at {str(root)!r}, and tritonserver's Python backend takes no path with spaces or "
+            "beyond ASCII: move it to another place"
         )
 
 
@@ -252,9 +262,11 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--extra", help="an optional group of dependencies in pyproject.toml")
     arguments = parser.parse_args()
+    root = arguments.root.resolve()
     try:
         check_machine()
-        Checkout(arguments.root.resolve()).set_up(arguments.extra)
+        check_place(root)
+        Checkout(root).set_up(arguments.extra)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

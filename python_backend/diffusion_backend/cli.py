@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_backend.errors import DiffusionError
 
 if TYPE_CHECKING:
+    from diffusion_backend.loading import PipelineFolder
     from diffusion_backend.repository import Change
 
 
@@ -81,9 +82,10 @@ def _add_builder_commands(commands: Any) -> None:
 
 
 def _add(args: argparse.Namespace) -> int:
-    from diffusion_backend.loading import quiet_libraries
+    from diffusion_backend.loading import open_pipeline, quiet_libraries
+    from diffusion_backend.model_config import resolve_source
     from diffusion_backend.quality import Tier
-    from diffusion_backend.repository import BuildOptions, add
+    from diffusion_backend.repository import BuildOptions, add, list_models
 
     quiet_libraries()
     options = BuildOptions(
@@ -97,6 +99,9 @@ def _add(args: argparse.Namespace) -> int:
         default_quality=Tier(args.default_quality),
     )
     changes = add(args.source, args.name, args.repository, options)
+    if args.dtype == "auto" and args.device != "cpu":
+        source = list_models(args.repository)[args.name].source
+        _warn_of_mixed_dtypes(open_pipeline(resolve_source(source, args.repository / args.name)))
     _print_changes(args.repository, changes)
     if all(change.what == "unchanged" for change in changes):
         print(f"{args.name} was up to date")
@@ -122,7 +127,16 @@ def _check(args: argparse.Namespace) -> int:
     problems = find_problems(args.source)
     for problem in problems:
         print(f"refused: {problem}")
+    if not problems:
+        _warn_of_mixed_dtypes(pipeline)
     return 1 if problems else 0
+
+
+def _warn_of_mixed_dtypes(pipeline: PipelineFolder) -> None:
+    from diffusion_backend.inspection import mixed_dtypes
+
+    if warning := mixed_dtypes(pipeline):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _list(args: argparse.Namespace) -> int:

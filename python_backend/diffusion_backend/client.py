@@ -40,6 +40,9 @@ CHANNEL_ARGS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+# What the key of Triton's restricted APIs is sent under: a header over HTTP, and its name as gRPC metadata.
+ADMIN_KEY_HEADER = "admin-key"
+ADMIN_KEY_METADATA = f"triton-grpc-protocol-{ADMIN_KEY_HEADER}"
 # Errors of Triton's own come without a status: a few are told by their words.
 _TRITON_ERRORS = {
     "unknown model": Status.INVALID_ARG,
@@ -308,7 +311,7 @@ class _Exchange:
             await asyncio.wait({over, left}, return_when=asyncio.FIRST_COMPLETED)
             if self._cancel is not None and not self._over.is_set():
                 yield self._cancel
-                await asyncio.wait({over}, timeout=_DRAIN_SECONDS)
+            await asyncio.wait({over}, timeout=_DRAIN_SECONDS)
         finally:
             over.cancel()
             left.cancel()

@@ -16,6 +16,8 @@ MAX_QUEUED_REQUESTS = 64
 # Rows of the default size in one forward of the denoiser; larger ones count for more, and guidance may take two.
 MAX_BATCH_ROWS = 16
 MAX_BATCH_SIZE = 8
+# What an encode instance keeps of its encoders' results: T5-XXL's take 4 MiB a prompt in bfloat16.
+ENCODER_CACHE_BYTES = 256 << 20
 _DESCRIBE_NOTE = (
     "# With describe as its only input, whatever its value, it answers description (JSON of this process)."
 )
@@ -94,7 +96,7 @@ def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sa
         ['  { name: "conditioning" data_type: TYPE_UINT8 dims: [ -1 ] }'],
         instances,
         warmup,
-        {"ensemble": name},
+        {"ensemble": name, "encoder_cache_bytes": str(ENCODER_CACHE_BYTES)},
     )
 
 

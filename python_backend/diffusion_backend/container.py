@@ -55,7 +55,7 @@ def triton(args: argparse.Namespace) -> int:
     """Become tritonserver; returns, with an exit code, only if that fails."""
     repository: Path = args.model_repository
     try:
-        TritonServer(
+        server = TritonServer(
             repository,
             data_dir=repository.parent,  # nothing is written there: the key is given and the log is stdout
             address=args.address,
@@ -63,7 +63,9 @@ def triton(args: argparse.Namespace) -> int:
             admin_key=_admin_key(),
             device=args.device,
             exit_timeout=args.exit_timeout,
-        ).replace_this_process()
+        )
+        server.require_shared_memory()
+        server.replace_this_process()
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the step engine tells of itself; here it goes nowhere, ``stages.denoise_metrics`` tells Triton."""
+"""What the step engine tells of itself; here it goes nowhere, ``stages.metrics`` tells Triton."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from diffusion_backend.deaths import WINDOW_SECONDS, Deaths, back_off
 from diffusion_backend.healing_report import TRITON
 from diffusion_backend.model_control import LOADING, READY, ControlError, ModelControl
 from diffusion_backend.processes import LaunchError
@@ -18,26 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 5
-DEATHS_WINDOW_SECONDS = 600.0
-_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0)
+MAX_DEATHS = 5  # of tritonserver or the adapter, within the window
 _MODELS_SECONDS = 2.0  # between two looks at which models an operator has loaded or unloaded
 ADAPTER = "adapter"
-
-
-class Deaths:
-    """How often a part has died of late: the longer it goes on, the longer the wait, and then it is given up."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque()
-
-    def back_off(self, now: float) -> float | None:
-        """Note a death; how many seconds to wait before the next start, or None for none any more."""
-        while self._times and now - self._times[0] > DEATHS_WINDOW_SECONDS:
-            self._times.popleft()
-        self._times.append(now)
-        deaths = len(self._times)
-        return None if deaths > MAX_DEATHS else _BACK_OFF_SECONDS[min(deaths, len(_BACK_OFF_SECONDS)) - 1]
 
 
 class Healer:
@@ -51,7 +34,9 @@ class Healer:
         self._hurry = hurry
         self._report = server.report
         self._control = ModelControl(server.triton.grpc_url, server.triton.admin_key)
-        self._stubs = StubWatcher(self._control, say, self._count_reload, server.triton.exit_timeout)
+        self._stubs = StubWatcher(
+            self._control, server.triton.repository, say, self._count_death, server.triton.exit_timeout
+        )
         self._deaths = {TRITON: Deaths(), ADAPTER: Deaths()}
         self._due: dict[str, float] = {}  # parts that are down, and when they are started
         self._down_since: float | None = None  # tritonserver is not ready since then
@@ -68,10 +53,15 @@ class Healer:
         triton = {TRITON: "it died and is being started again"} if self._down_since is not None else {}
         self._report.set_ailing(triton or self._stubs.ailing)
 
+    def tend_models(self) -> None:
+        """One look at the models alone, while tritonserver is ready and the adapter is starting."""
+        self._watch_models()
+        self._report.set_ailing(self._stubs.ailing)
+
     def close(self) -> None:
         self._stubs.close()
 
-    def _count_reload(self, model: str, reason: str) -> None:
+    def _count_death(self, model: str, reason: str) -> None:
         self._server.triton.note_lost_requests()
         self._report.count(model, reason)
 
@@ -90,7 +80,7 @@ class Healer:
         if TRITON in self._due:
             if time.monotonic() >= self._due[TRITON]:
                 del self._due[TRITON]
-                triton.start()
+                triton.start(without=self._stubs.absent)
         elif triton.process.poll() is not None:
             # While it starts, its error messages are the reason; later they may be about old requests.
             why = triton.process.obituary() if self._down_since is None else triton.failure()
@@ -128,11 +118,9 @@ class Healer:
 
     def _bury(self, part: str, message: str, reason: str) -> None:
         now = time.monotonic()
-        wait = self._deaths[part].back_off(now)
-        if wait is None:
-            raise LaunchError(
-                f"{message}\nit died {MAX_DEATHS + 1} times in {DEATHS_WINDOW_SECONDS / 60:g} minutes"
-            )
+        deaths = self._deaths[part].note(now)
+        if deaths > MAX_DEATHS:
+            raise LaunchError(f"{message}\nit died {deaths} times in {WINDOW_SECONDS / 60:g} minutes")
         self._say(message)
         self._report.count(part, reason)
-        self._due[part] = now + wait
+        self._due[part] = now + back_off(deaths)

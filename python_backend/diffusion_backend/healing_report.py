@@ -27,7 +27,7 @@ def read_report(path: Path) -> HealingReport:
     try:
         fields = json.loads(path.read_text())
         restarts = {(entry["part"], entry["reason"]): entry["count"] for entry in fields["restarts"]}
-        return HealingReport(fields["ailing"], restarts)
+        return HealingReport(dict(fields["ailing"]), restarts)
     except (OSError, ValueError, KeyError, TypeError):
         return HealingReport()
 

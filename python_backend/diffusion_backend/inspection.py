@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_backend.loading import Component, PipelineFolder, Stage, weight_files
+from diffusion_backend.loading import Component, PipelineFolder, Stage, stored_dtype, weight_files
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -34,6 +34,27 @@ def stage_bytes(components: list[ComponentFiles]) -> dict[Stage, int]:
     return {
         stage: sum(found.bytes for found in components if found.component.stage == stage) for stage in Stage
     }
+
+
+def mixed_dtypes(pipeline: PipelineFolder) -> str | None:
+    """What to say of encoders that are stored in another dtype than the denoiser; None where none is."""
+    dtypes = {
+        component: str(stored_dtype(pipeline.folder / component.name)).removeprefix("torch.")
+        for component in pipeline.modules
+        if component.stage is Stage.DENOISE or "encoder" in component.name
+    }
+    denoiser = next(component for component in dtypes if component.stage is Stage.DENOISE)
+    others = [
+        f"{component.name} in {dtype}"
+        for component, dtype in dtypes.items()
+        if component.stage is Stage.ENCODE and dtype != dtypes[denoiser]
+    ]
+    if not others:
+        return None
+    return (
+        f"{denoiser.name} is stored in {dtypes[denoiser]}, but {', '.join(others)}: with the dtype 'auto' a GPU "
+        f"computes in both, which pipelines do not expect: add it with --dtype {dtypes[denoiser]}, or another one"
+    )
 
 
 def _inspect(component: Component, folder: Path) -> ComponentFiles:

@@ -283,36 +283,35 @@ class _StopSignals:
 
 
 def _run(server: Server, signals: _StopSignals) -> int:
+    server.triton.require_shared_memory()
     started = time.monotonic()
     _say(f"starting tritonserver with {', '.join(server.triton.models)} (log: {server.triton.log})")
+    healer = Healer(server, _say, signals.hurry)
     server.start()
     orderly = False
     try:
-        if _wait_until_ready(server, signals):
+        if _wait_until_ready(server, healer, signals):
             _announce(server, time.monotonic() - started)
-            _keep_alive(server, signals)
+            while not signals.wait(_POLL_SECONDS):
+                healer.tick()
         _say("stopping: running requests may end first; Ctrl-C again kills")
     finally:
+        healer.close()
         orderly = server.stop(signals.hurry)
     if not orderly:
         _say("stopped, but not in order: something had to be killed, or requests were still running")
     return 0 if orderly else 1
 
 
-def _keep_alive(server: Server, signals: _StopSignals) -> None:
-    healer = Healer(server, _say, signals.hurry)
-    try:
-        while not signals.wait(_POLL_SECONDS):
-            healer.tick()
-    finally:
-        healer.close()
-
-
-def _wait_until_ready(server: Server, signals: _StopSignals) -> bool:
+def _wait_until_ready(server: Server, healer: Healer, signals: _StopSignals) -> bool:
     remind = time.monotonic() + _STILL_WAITING_SECONDS
+    loaded = False
     while not server.is_ready():
         if signals.wait(_POLL_SECONDS):
             return False
+        loaded = loaded or server.triton.is_ready()
+        if loaded:  # a stage that dies now would keep the adapter from ever being ready
+            healer.tend_models()
         if time.monotonic() > remind:
             late = server.adapter if server.triton.is_ready() else server.triton
             _say(f"still waiting; see {late.log}")

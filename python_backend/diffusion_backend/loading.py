@@ -147,7 +147,7 @@ def load_stage(
     if takes_image and stage is Stage.ENCODE:
         own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
     dtypes = {
-        component.name: dtype or _stored_dtype(pipeline.folder / component.name)
+        component.name: dtype or stored_dtype(pipeline.folder / component.name)
         for component in pipeline.modules
     }
     stand_ins = {
@@ -181,18 +181,18 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def denoisers(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
-    """The pipeline's denoisers by the names of their components; most have one."""
+def modules_of(pipe: DiffusionPipeline, stage: Stage) -> dict[str, nn.Module]:
+    """The torch modules of a loaded pipeline that belong to ``stage``, by the names of their components."""
     return {
         name: part
         for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and Component(name, type(part)).stage is Stage.DENOISE
+        if isinstance(part, nn.Module) and Component(name, type(part)).stage is stage
     }
 
 
 def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
     """The dtype in which the pipeline's denoiser computes."""
-    dtype: torch.dtype = next(iter(denoisers(pipe).values())).dtype  # type: ignore[assignment]
+    dtype: torch.dtype = next(iter(modules_of(pipe, Stage.DENOISE).values())).dtype  # type: ignore[assignment]
     return dtype
 
 
@@ -234,7 +234,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if not variant.search(path.name)]
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of the largest tensor in a component's safetensors."""
     largest, dtype = 0, torch.float32
     names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

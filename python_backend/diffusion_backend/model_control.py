@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import dataclass
 
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from diffusion_backend.client import CHANNEL_ARGS
+from diffusion_backend.client import ADMIN_KEY_METADATA, CHANNEL_ARGS
 
-ADMIN_KEY_METADATA = "triton-grpc-protocol-admin-key"
 READY, LOADING, UNLOADING = "READY", "LOADING", "UNLOADING"
 _CALL_SECONDS = 5.0
 # Loading reads weights and runs the warmup; one that takes longer than this has failed.
-_RELOAD_SECONDS = 1800.0
+_LOAD_SECONDS = 1800.0
 _RELOAD_MARK = "reloaded"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """``processes``: how many stubs a Python model should have; 0 for others.
+
+    ``ensemble``: the one that a stage of ours belongs to. ``steps``: the models of an ensemble.
+    """
+
+    processes: int
+    ensemble: str | None
+    steps: frozenset[str]
 
 
 class ModelControl:
@@ -35,21 +47,26 @@ class ModelControl:
             raise ControlError(str(error)) from None
         return {model.name: model.state for model in index.models}
 
-    def instances(self, model: str) -> int:
-        """How many processes a loaded Python model should have."""
+    def describe(self, model: str) -> LoadedModel:
+        """What a loaded model is."""
         try:
             config = self._client.get_model_config(model, client_timeout=_CALL_SECONDS).config
         except InferenceServerException as error:
             raise ControlError(str(error)) from None
-        return sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+        return LoadedModel(
+            processes=sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+            if config.backend == "python"
+            else 0,
+            ensemble=config.parameters["ensemble"].string_value if "ensemble" in config.parameters else None,
+            steps=frozenset(step.model_name for step in config.ensemble_scheduling.step),
+        )
 
-    def ensemble_of(self, stage: str) -> str | None:
-        """The ensemble that a stage of ours belongs to; None for other models."""
+    def load(self, model: str) -> None:
+        """Load a model that is not loaded, an ensemble with its stages."""
         try:
-            config = self._client.get_model_config(stage, client_timeout=_CALL_SECONDS).config
+            self._client.load_model(model, headers=self._headers, client_timeout=_LOAD_SECONDS)
         except InferenceServerException as error:
             raise ControlError(str(error)) from None
-        return config.parameters["ensemble"].string_value if "ensemble" in config.parameters else None
 
     def unload(self, model: str) -> None:
         """Unload a model; its running requests may finish."""
@@ -70,7 +87,7 @@ class ModelControl:
             ]
             config.setdefault("parameters", {})[_RELOAD_MARK] = {"string_value": uuid.uuid4().hex}
             self._client.load_model(
-                model, headers=self._headers, config=json.dumps(config), client_timeout=_RELOAD_SECONDS
+                model, headers=self._headers, config=json.dumps(config), client_timeout=_LOAD_SECONDS
             )
         except InferenceServerException as error:
             raise ControlError(str(error)) from None

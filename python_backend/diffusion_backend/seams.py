@@ -194,10 +194,10 @@ def replay(
         _replace_denoisers(run, denoiser)
     if prepare is not None:
         prepare(run)
-    compute_dtype = loading.denoiser_dtype(pipe)
+    device, compute_dtype = run.device, loading.denoiser_dtype(pipe)
 
     def arrive(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(run.device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
+        return tensor.to(device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
 
     for call in calls:
         if call.name not in waiting:
@@ -310,14 +310,17 @@ def _replace_denoisers(run: DiffusionPipeline, denoiser: Denoiser) -> None:
     def forward_of(module: nn.Module) -> Callable[..., Any]:
         return lambda *args, **kwargs: denoiser(module, args, kwargs)
 
-    for name, module in loading.denoisers(run).items():
+    for name, module in loading.modules_of(run, Stage.DENOISE).items():
         stand_in = copy.copy(module)
         vars(stand_in)["forward"] = forward_of(module)
         vars(run)[name] = stand_in
 
 
 def _random_state(arguments: dict[str, Any]) -> bytes:
-    states = (arguments["generator"].get_state(), torch.get_rng_state())
+    states = [arguments["generator"].get_state(), torch.get_rng_state()]
+    # Where it is not, asking would initialize it, and take memory of a GPU that is not used.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
     return b"".join(state.numpy().tobytes() for state in states)
 
 

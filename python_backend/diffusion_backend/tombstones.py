@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
 
 # A request that comes later than this after its cancel is run.
 KEPT_SECONDS = 600.0
+_SWEEP_SECONDS = 60.0
 # Two changes of a folder within one tick of the file system's clock have one time stamp.
 _CLOCK_TICK_SECONDS = 0.05
 
@@ -27,9 +29,13 @@ class Tombstones:
         self._folder = folder or _server_folder(os.getppid())
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._seen = 0
+        self._swept = time.monotonic()
 
     def add(self, request_id: str) -> None:
         """``request_id`` is cancelled, wherever it is."""
+        self._folder.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # a cleaner of temporary files may have been here
         self._remove_old()
         self._path(request_id).touch()
 
@@ -45,7 +51,10 @@ class Tombstones:
 
     def has_news(self) -> bool:
         """Whether one may have been added since this was last asked."""
-        changed = self._folder.stat().st_mtime_ns
+        try:
+            changed = self._folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
         news = changed != self._seen or time.time() - changed / 1e9 < _CLOCK_TICK_SECONDS
         self._seen = changed
         return news
@@ -54,6 +63,9 @@ class Tombstones:
         return self._folder / hashlib.sha256(request_id.encode()).hexdigest()
 
     def _remove_old(self) -> None:
+        if time.monotonic() - self._swept < _SWEEP_SECONDS:
+            return
+        self._swept = time.monotonic()
         oldest = time.time() - KEPT_SECONDS
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another instance was faster
@@ -62,6 +74,18 @@ class Tombstones:
 
 
 def _server_folder(tritonserver: int) -> Path:
-    # The start time tells this server from a later one with the same process id.
-    started = Path(f"/proc/{tritonserver}/stat").read_text().rpartition(")")[2].split()[19]
-    return Path(tempfile.gettempdir()) / f"triton_diffusion_{os.getuid()}" / f"{tritonserver}_{started}"
+    """A folder of its own for each tritonserver; those of servers that are gone are removed."""
+    servers = Path(tempfile.gettempdir()) / f"triton_diffusion_{os.getuid()}"
+    for folder in servers.glob("*_*"):
+        process, _, started = folder.name.partition("_")
+        if process.isdecimal() and _start_time(int(process)) != started:
+            shutil.rmtree(folder, ignore_errors=True)
+    return servers / f"{tritonserver}_{_start_time(tritonserver)}"
+
+
+def _start_time(process: int) -> str | None:
+    """It tells a process from a later one with the same id; None for one that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None

@@ -9,22 +9,23 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
 from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
+from diffusion_backend.client import ADMIN_KEY_HEADER
 from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 from diffusion_backend.settings import parse_limits
+from diffusion_backend.shared_memory import require_room
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # What a stranger on this machine must not do: replace models (which runs code), map memory, change logs.
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
-ADMIN_KEY_HEADER = "admin-key"  # gRPC metadata: triton-grpc-protocol-admin-key
 _REGION_PREFIX = "triton_diffusion"
 _LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
@@ -118,14 +119,19 @@ class TritonServer:
             raise LaunchError("tritonserver was not started")
         return self._process
 
-    def start(self) -> None:
-        """Start it; it is not ready yet."""
+    def require_shared_memory(self) -> None:
+        """Raise a LaunchError if there is not enough of it."""
+        remove_stale_regions()
+        require_room(self.repository, self.models)
+
+    def start(self, without: Collection[str] = ()) -> None:
+        """Start it, without loading some of its ensembles; it is not ready yet."""
         remove_stale_regions()
         self._write_admin_key()
         self._requests_lost = False
         self._process = ManagedProcess(
             "tritonserver",
-            self._command(),
+            self._command(without),
             log=self.log,
             environment=self._environment,
             # A little more than it gives itself.
@@ -138,7 +144,10 @@ class TritonServer:
         self._requests_lost = True
 
     def load_next_time(self, models: set[str]) -> None:
-        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded."""
+        """What the next ``start()`` loads, instead of every ensemble: what an operator has left loaded.
+
+        One that has been removed from the repository until then is left out: Triton would not start with it.
+        """
         self._to_load = models
 
     def replace_this_process(self) -> NoReturn:
@@ -199,7 +208,7 @@ class TritonServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _command(self) -> list[str]:
+    def _command(self, without: Collection[str] = ()) -> list[str]:
         # Triton takes the key on its command line only, where other users of this machine can read it (ps),
         # unless /proc is mounted with hidepid.
         restricted = f"{RESTRICTED_APIS}:{ADMIN_KEY_HEADER}={self.admin_key}"
@@ -207,7 +216,7 @@ class TritonServer:
             str(self._program),
             f"--model-repository={self.repository}",
             "--model-control-mode=explicit",
-            *(f"--load-model={model}" for model in self._ensembles_to_load()),
+            *(f"--load-model={model}" for model in self._ensembles_to_load() if model not in without),
             "--disable-auto-complete-config",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self.regions}",
@@ -322,6 +331,8 @@ def _check_limits(folder: Path, parameters: Mapping[str, str]) -> None:
 def _may_be_ensemble(folder: Path) -> bool:
     try:
         return read_model_config(folder).is_ensemble
+    except FileNotFoundError:
+        return False
     except (OSError, ValueError):
         return True  # Triton will say what is wrong with it
 

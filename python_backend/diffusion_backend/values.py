@@ -44,7 +44,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(value) in RECORDS:  # before dict, which some of them are
         fields = RECORDS[type(value)]
         return type(value)(**{name: map_tensors(getattr(value, name), function) for name in fields})
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(map_tensors(item, function) for item in value)
     if isinstance(value, dict):
         return {key: map_tensors(item, function) for key, item in value.items()}
@@ -62,7 +62,7 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in RECORDS:
         fields = {name: to_skeleton(getattr(value, name), store) for name in RECORDS[type(value)]}
         return {"record": [type(value).__name__, fields]}
-    if isinstance(value, tuple | list):
+    if type(value) in (list, tuple):  # not those derived from them, such as named tuples
         return {type(value).__name__: [to_skeleton(item, store) for item in value]}
     if isinstance(value, dict):
         return {"dict": {str(key): to_skeleton(item, store) for key, item in value.items()}}

@@ -116,6 +116,17 @@ def test_cors_with_keys(make_app: MakeApp) -> None:
     assert "access-control-allow-origin" not in stranger.headers
 
 
+def test_health_tells_strangers_no_names(make_app: MakeApp) -> None:
+    app = make_app(api_keys="first,second")
+    stranger = send(app, "GET", "/health")
+    assert_envelope(stranger, 503, "not_ready")
+    assert set(stranger.json()) == {"status", "error"}
+    assert stranger.json()["error"]["message"] == "the server is not ready"
+    known = send(app, "GET", "/health", headers=KEY).json()
+    assert known["models"] == {}
+    assert "has not been reached" in known["error"]["message"]
+
+
 def test_metrics_know_routes_not_paths(app: FastAPI) -> None:
     for path in ("/v1/models/a", "/v1/models/b", "/some/where", "/v1/media/secret"):
         send(app, "GET", path)

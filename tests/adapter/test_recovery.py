@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from diffusion_backend.client import Generation
 from diffusion_backend.errors import DiffusionError, Status, invalid
+from diffusion_backend.healing_report import ReportFile
 from openai_adapter.errors import ApiError
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
@@ -17,7 +19,7 @@ from openai_adapter.registry import Model, Registry
 from openai_adapter.triton import Triton
 from test_registry import LIMITS
 
-from openai_adapter import Settings, recovery
+from openai_adapter import Settings, recovery, triton
 
 LOST = DiffusionError("Stub process 'one_encode_0_0' is not healthy.", status=Status.UNAVAILABLE)
 UNKNOWN = DiffusionError(
@@ -43,9 +45,9 @@ class Scene:
         self.registry.models = {"one": Model("one", LIMITS, ready=True, stages={"one_denoise": None})}
         self.registry.contacted = True
         self.metrics = Metrics()
-        triton = Triton(Settings(), self.registry)
-        monkeypatch.setattr(triton, "is_proven", lambda name, _moment: name in self.registry.models)
-        self.recovery = Recovery(triton, self.registry, self.metrics)
+        model_server = Triton(Settings(), self.registry)
+        monkeypatch.setattr(model_server, "is_proven", lambda name, _moment: name in self.registry.models)
+        self.recovery = Recovery(model_server, self.registry, self.metrics)
         self.behaviours = list(behaviours)
         self.started = 0
 
@@ -147,3 +149,27 @@ def test_a_picture_made_while_the_model_heals_is_not_made_again(monkeypatch: pyt
     assert scene.run(then=scene.lose).info["number"] == 1
     assert scene.started == 1
     assert scene.outcomes() == {"recovered": 1, "failed": None}
+
+
+def test_a_failure_does_not_end_the_reading_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "REPORT_SECONDS", 0.01)
+    file = ReportFile(tmp_path / "report.json")
+    registry, lost = Registry(), list[str]()
+
+    def report_loss(part: str) -> None:
+        lost.append(part)
+        raise RuntimeError
+
+    monkeypatch.setattr(registry, "report_loss", report_loss)
+
+    async def scene() -> None:
+        async with asyncio.timeout(10), Triton(Settings(healing_report=file.path), registry):
+            for number, part in enumerate(("one", "two"), 1):
+                file.set_ailing({part: "it died"})
+                while len(lost) < number:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+    assert lost == ["one", "two"]

@@ -52,3 +52,24 @@ def test_first_request(tmp_path: Path) -> None:
     figures = _figures("first_request", tmp_path / "figures.json")
     names = ("starts", "startup_seconds", "first_ms", "tenth_ms", "rest_ms")
     _assert_positive(figures, (*names, "first_over_tenth", "first_over_rest"))
+
+
+@pytest.mark.long
+def test_continuous_batching(tmp_path: Path) -> None:
+    """Four servers under three loads, and what a step is made of."""
+    figures = _figures("continuous_batching", tmp_path / "figures.json")
+    _assert_positive(
+        figures, ("throughput_vs_cap1", "batch_limit", "share_of_batch_limit", "p99_4step_vs_static")
+    )
+    _assert_positive(figures, ("p50_light_vs_cap1", "engine_ms_b1", "engine_ms_b8", "engine_ms_b32"))
+    _assert_positive(figures, ("pipeline_ms", "request_ms", "forward_ms_1", "forward_ms_16"))
+
+
+def test_step_costs() -> None:
+    """The engine's own part of a step stays far below a forward, whatever the machine."""
+    script = ROOT / "benchmarks/step_costs.py"
+    command = [sys.executable, str(script), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert 0 < figures["engine_ms_b1"] < figures["engine_ms_b32"] < 10 * figures["forward_ms_1"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton_grpc
+from diffusion_backend.client import ADMIN_KEY_METADATA
 from diffusion_backend.container import ADMIN_KEY, ADMIN_KEY_FILE
 from diffusion_backend.guard import SHARED_MEMORY
 from diffusion_backend.processes import free_ports
@@ -64,7 +65,7 @@ def test_it_becomes_a_tritonserver_that_the_key_controls(model_repository: Path,
             assert client.is_model_ready("emoji-flux")
             with pytest.raises(InferenceServerException, match="restricted"):
                 client.get_model_repository_index()
-            index = client.get_model_repository_index(headers={"triton-grpc-protocol-admin-key": KEY})
+            index = client.get_model_repository_index(headers={ADMIN_KEY_METADATA: KEY})
             assert "emoji-flux" in {model.name for model in index.models}
         assert http_status("127.0.0.1", metrics, "/metrics") == 200
         process.terminate()

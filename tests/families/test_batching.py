@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusion_backend import loading
+from diffusion_backend.loading import Stage
 from diffusion_backend.tombstones import Tombstones
 
 from tests.families.catalogue import FAMILIES
@@ -51,7 +52,7 @@ def test_the_check_at_load_finds_rows_that_mix(
 ) -> None:
     (family,) = (family for family in FAMILIES if family.name == "FLUX.1 dev")
     requests = FourRequests(family, saved(family), Tombstones(tmp_path))
-    (denoiser,) = loading.denoisers(requests.pipe).values()
+    (denoiser,) = loading.modules_of(requests.pipe, Stage.DENOISE).values()
     forward = type(denoiser).forward
 
     def mixing(self: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor]:

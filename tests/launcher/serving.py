@@ -20,7 +20,7 @@ START_SECONDS = 200
 
 @dataclass
 class Launched:
-    """A ``serve`` that was ready once."""
+    """A ``serve`` that was started."""
 
     process: subprocess.Popen[str]
     ports: list[int]
@@ -37,6 +37,12 @@ class Launched:
     @property
     def data_dir(self) -> Path:
         return self.folder / "data"
+
+    def wait_ready(self) -> None:
+        """Wait until it says so."""
+        process = self.process
+        wait_for(lambda: "ready after" in self.output() or process.poll() is not None, START_SECONDS)
+        assert process.poll() is None, self.output()
 
     def output(self) -> str:
         """What it has printed."""
@@ -73,6 +79,14 @@ class Launched:
 @contextlib.contextmanager
 def launch(repository: Path, folder: Path) -> Iterator[Launched]:
     """Start one, wait until it is ready, and end it."""
+    with begin(repository, folder) as launched:
+        launched.wait_ready()
+        yield launched
+
+
+@contextlib.contextmanager
+def begin(repository: Path, folder: Path) -> Iterator[Launched]:
+    """Start one, and end it."""
     ports = free_ports(4)
     with (folder / "output").open("w") as file:
         process = subprocess.Popen(
@@ -83,8 +97,6 @@ def launch(repository: Path, folder: Path) -> Iterator[Launched]:
         )
     launched = Launched(process, ports, folder)
     try:
-        wait_for(lambda: "ready after" in launched.output() or process.poll() is not None, START_SECONDS)
-        assert process.poll() is None, launched.output()
         yield launched
     finally:
         if process.poll() is None:

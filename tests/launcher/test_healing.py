@@ -20,6 +20,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 import pytest
+from diffusion_backend.client import ADMIN_KEY_METADATA
 from diffusion_backend.guard import group_members
 from PIL import Image
 from serving import Launched, launch
@@ -117,7 +118,7 @@ def is_healthy(serving: Launched) -> bool:
 
 
 def admin_key(serving: Launched) -> dict[str, str]:
-    return {"triton-grpc-protocol-admin-key": (serving.data_dir / "admin-key").read_text().strip()}
+    return {ADMIN_KEY_METADATA: (serving.data_dir / "admin-key").read_text().strip()}
 
 
 def restarts(serving: Launched) -> dict[str, float]:
@@ -206,8 +207,35 @@ def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None
     kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
 
 
+def test_a_model_whose_weights_are_gone(serving: Launched, expected: list[Pixels]) -> None:
+    """It is tried again and again, and nobody else notices."""
+    stage = f"{TWIN}_vae_decode"
+    weights = serving.folder / "repository" / TWIN / "pipeline" / "vae"
+    aside = weights.with_name("aside")
+    triton, others = serving.triton_pid(), serving.stubs(f"{MODEL}_vae_decode")
+    with Load(serving.url, MODEL) as load:
+        weights.rename(aside)
+        try:
+            os.kill(serving.stubs(stage)[0], signal.SIGKILL)
+            hopeless = f"{stage}: it cannot be loaded again"
+            wait_for(lambda: hopeless in httpx.get(f"{serving.url}/health").text, 150)
+            done = len(load.pictures)
+            wait_for(lambda: len(load.pictures) >= done + CLIENTS, 60)
+            assert httpx.get(f"{serving.url}/health").status_code == 503
+            assert ask(serving.url, TWIN, 0).json()["error"]["code"] == "model_not_ready"
+        finally:
+            aside.rename(weights)
+        wait_for(lambda: is_healthy(serving), 150)
+    assert load.failures == []
+    load.assert_well(expected)
+    assert (serving.triton_pid(), serving.stubs(f"{MODEL}_vae_decode")) == (triton, others)
+    assert np.array_equal(pixels(ask(serving.url, TWIN, 0)), expected[0])
+
+
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_many_deaths(serving: Launched, expected: list[Pixels]) -> None:
+    """Each waits longer for its next load, and no picture is lost."""
     for stage in [f"{MODEL}_{name}" for name in ("encode", "denoise", "vae_decode")] * 5:
         kill_stub(serving, stage, expected)
     for _ in range(3):

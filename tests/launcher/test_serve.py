@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from diffusion_backend.guard import SHARED_MEMORY, group_members
 from diffusion_backend.processes import LaunchError, free_ports
-from diffusion_backend.tritonserver import TritonServer, remove_stale_regions
-from serving import SERVE, Launched, launch, serve_arguments
+from diffusion_backend.tritonserver import TritonServer, http_status, remove_stale_regions
+from serving import SERVE, START_SECONDS, Launched, begin, launch, serve_arguments
 from waiting import wait_for
 
 
@@ -49,8 +49,40 @@ def test_a_killed_launcher_leaves_nothing(launched: Launched) -> None:
     launched.assert_nothing_is_left(groups)
 
 
+def test_a_stage_that_dies_before_the_adapter_is_ready(model_repository: Path, tmp_path: Path) -> None:
+    with begin(model_repository, tmp_path) as launched:
+        ready = "/v2/health/ready"
+        wait_for(lambda: http_status("127.0.0.1", launched.ports[1], ready) == 200, START_SECONDS)
+        os.kill(launched.stubs("emoji-flux_encode")[0], signal.SIGKILL)
+        launched.wait_ready()
+        wait_for(lambda: "emoji-flux_encode serves again" in launched.output(), START_SECONDS)
+
+
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SERVE, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+def _run_with_little_shared_memory(mebibytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this needs the right to mount")
+    return subprocess.run(
+        [*command, *SERVE, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_too_little_shared_memory_is_said_before_anything_starts(
+    model_repository: Path, tmp_path: Path
+) -> None:
+    arguments = serve_arguments(model_repository, tmp_path / "data", free_ports(4))
+    result = _run_with_little_shared_memory(2, *arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    need = "error: /dev/shm has 2 MiB free, and the 3 processes of these models need 4 MiB or more: "
+    assert result.stderr.startswith(f"{need}make it larger (containers: --shm-size 1g; ")
+    assert result.stderr.count("\n") == 1
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 @pytest.mark.parametrize("index", range(4))

@@ -47,7 +47,7 @@ def build_editable(folder, settings=None, metadata=None):
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The files of the set-up, around a project without dependencies."""
-    root = tmp_path / "a checkout"  # with a space: a path is not a word
+    root = tmp_path / "checkout"
     for name in SETUP_FILES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
@@ -143,6 +143,15 @@ def test_a_machine_that_cannot_run_it_is_told_in_one_line(
     result = _serve(checkout, PYTHON=_python_with(tmp_path, patch))
     _assert_one_clear_line(result, *words)
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["a checkout", "künstlich"])
+def test_a_place_that_tritonserver_cannot_take(checkout: Path, name: str) -> None:
+    moved = checkout.rename(checkout.with_name(name))
+    word = "spaces or beyond ASCII: move it"
+    _assert_one_clear_line(_serve(moved), "this checkout is at ", word)
+    _assert_one_clear_line(_serve(moved, LC_ALL="C", PYTHONUTF8="0"), word)
+    assert not (moved / ".venv").exists()
 
 
 def test_a_python_that_does_not_run_is_named(checkout: Path) -> None:

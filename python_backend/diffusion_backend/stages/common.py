@@ -273,6 +273,26 @@ def cancelled() -> DiffusionError:
     return DiffusionError("the request was cancelled", code="cancelled", status=Status.CANCELLED)
 
 
+def send_in_stream(sender: Any, response: Any, request_id: str) -> None:
+    """The one response of a stream; an error in its place if Triton cannot hand it on."""
+    import triton_python_backend_utils as pb_utils
+
+    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    try:
+        # Apart from the end of the stream: after that one, an error could not be sent any more.
+        sender.send(response)
+    except pb_utils.TritonModelException as error:
+        logger.error("request %s cannot be answered: %s", request_id, error)
+        full = DiffusionError(
+            "the model server has no room in shared memory for what its stages hand on",
+            code="no_shared_memory",
+            status=Status.UNAVAILABLE,
+        )
+        sender.send(error_response(full, request_id), flags=final)
+    else:
+        sender.send(flags=final)
+
+
 def error_response(error: BaseException, request_id: str) -> Any:
     """Triton's form of an error. What is not ours is logged in full and answered in general words.
 

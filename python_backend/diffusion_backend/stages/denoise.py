@@ -24,7 +24,7 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, engine, previews, seams
         from diffusion_backend.loading import Stage
-        from diffusion_backend.stages.denoise_metrics import DenoiseMetrics
+        from diffusion_backend.stages.metrics import DenoiseMetrics
         from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams, self._previews = conditioning, seams, previews
@@ -183,8 +183,12 @@ class _Answer:
 
     def succeed(self, response: Any) -> None:
         self._rows -= 1
-        if self._rows == 0:
-            self._send(response)
+        if self._rows > 0:
+            return
+        if self._is_decoupled:
+            common.send_in_stream(self._sender, response, self._request_id)
+        else:
+            self._send_last(response)
 
     def show(self, response: Any) -> None:
         """A preview; there is more to come."""
@@ -193,7 +197,7 @@ class _Answer:
     def fail(self, error: BaseException) -> None:
         if self._rows > 0:
             self._rows = 0
-            self._send(common.error_response(error, self._request_id))
+            self._send_last(common.error_response(error, self._request_id))
 
     def end(self) -> None:
         """The request was cancelled: an empty end, since an error would leak a count in tritonserver 2.51."""
@@ -204,7 +208,7 @@ class _Answer:
         else:
             self.fail(common.cancelled())  # one response is mandatory there
 
-    def _send(self, response: Any) -> None:
+    def _send_last(self, response: Any) -> None:
         import triton_python_backend_utils as pb_utils
 
         self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -20,8 +20,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, seams
+        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend.encoder_cache import EncoderCache
         from diffusion_backend.loading import Stage
+        from diffusion_backend.stages.metrics import CacheMetrics
         from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams = conditioning, seams
@@ -29,6 +31,12 @@ class TritonPythonModel:
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
+        self._metrics = CacheMetrics(self._config.model, self._config.instance)
+        self._cache = EncoderCache(
+            int(self._config.parameters["encoder_cache_bytes"]), self._metrics.looked_up
+        )
+        for name, encoder in loading.modules_of(self._pipe, Stage.ENCODE).items():
+            vars(self._pipe)[name] = self._cache.wrap(encoder)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -67,6 +75,7 @@ class TritonPythonModel:
         }
         settings = resolve(limits, prompt, negative_prompt, given)
         calls = self._seams.record(self._pipe, self._seams.call_arguments(self._pipe, limits, settings))
+        self._metrics.filled(self._cache.bytes)
         return self._conditioning.pack(
             self._conditioning.Conditioning(
                 calls,

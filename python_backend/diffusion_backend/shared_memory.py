@@ -1,0 +1,52 @@
+"""Whether ``/dev/shm`` has room for the stages: Triton says so late, and in many words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from diffusion_backend.guard import SHARED_MEMORY
+from diffusion_backend.model_config import read_model_config
+from diffusion_backend.processes import LaunchError
+from diffusion_backend.settings import parse_limits
+
+# What Triton gives each process of a Python model to begin with; it grows with the messages.
+_REGION_BYTES = _MIB = 1 << 20
+
+
+def require_room(repository: Path, ensembles: Iterable[str]) -> None:
+    """Raise a LaunchError if there is none for these ensembles' processes and a picture of each one's default size."""
+    processes, pictures = 0, 0
+    stages: set[str] = set()
+    for name in ensembles:
+        config = read_model_config(repository / name)
+        stages.update(step.model_name for step in config.message.ensemble_scheduling.step)
+        if "pipeline_class" in config.parameters:
+            limits = parse_limits(config.parameters)
+            pictures += limits.default_width * limits.default_height * 3
+    for stage in stages:
+        processes += _processes(repository / stage)
+    need = processes * _REGION_BYTES + pictures
+    try:
+        state = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        raise LaunchError(f"there is no {SHARED_MEMORY} ({error.strerror}), which the stages need") from None
+    free = state.f_bavail * state.f_frsize
+    if free < need:
+        raise LaunchError(
+            f"{SHARED_MEMORY} has {free // _MIB} MiB free, and the {processes} processes of these models need "
+            f"{math.ceil(need / _MIB)} MiB or more: make it larger (containers: --shm-size 1g; else as root: "
+            f"mount -o remount,size=1g {SHARED_MEMORY}) or remove what fills it"
+        )
+
+
+def _processes(stage: Path) -> int:
+    try:
+        config = read_model_config(stage).message
+    except (OSError, ValueError):
+        return 0  # Triton will say what is wrong with it
+    if config.backend != "python":
+        return 0
+    return sum(group.count or 1 for group in config.instance_group) or 1
