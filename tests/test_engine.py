@@ -196,6 +196,17 @@ def test_a_client_that_cannot_be_answered_does_not_end_the_thread(bench: Bench) 
     assert bench.ends == [("b", 3)]
 
 
+def test_an_answer_that_cannot_be_made_is_a_failure(bench: Bench) -> None:
+    told: list[BaseException] = []
+
+    def broken(_: Any) -> None:
+        raise RuntimeError("no room for it")
+
+    bench.engine.submit(Job("a", bench.work(1, 1), broken, told.append, lambda: None))
+    bench.engine.close()
+    assert [str(error) for error in told] == ["no room for it"]
+
+
 def test_full_and_duplicate_are_refused_and_places_are_freed(tmp_path: Path) -> None:
     for bench in make_bench(tmp_path, max_requests=2):
         release = threading.Event()
@@ -263,8 +274,11 @@ def test_a_deadline_ends_a_request_that_runs(bench: Bench) -> None:
     bench.model.before = lambda: time.sleep(0.01)
     bench.submit("late", bench.work(1, 10_000), deadline=time.monotonic() + 0.1)
     bench.submit("in time", bench.work(2, 2), deadline=time.monotonic() + 60)
+    bench.submit("before it began", bench.work(99, 1), deadline=time.monotonic() - 1)
     bench.engine.close()
     ends = dict(bench.ends)
+    assert ends["before it began"].code == "deadline_exceeded"
+    assert not any(99 in batch for batch in bench.model.batches)
     assert ends["in time"] == 4
     assert (ends["late"].status, ends["late"].code) == (Status.CANCELLED, "deadline_exceeded")
 

@@ -3,7 +3,8 @@
 Nothing here knows a pipeline family. What a call's arguments are like decides:
 
 - a tensor whose leading axis is the call's batch size holds rows: it is concatenated;
-- a list of that length (Z-Image's latents, Qwen-Image's shapes) holds one entry a row: it is joined to a longer one;
+- a list of that length (Z-Image's latents) holds one entry a row: it is joined to a longer one. Entries that are no
+  tensors (Qwen-Image's shapes) must be equal, since models read the first one for all;
 - a timestep without an axis becomes one a row;
 - anything else (rotary embeddings, scales, flags) serves all rows, so it must be equal.
 """
@@ -79,7 +80,10 @@ def forward(calls: Sequence[DenoiserCall]) -> list[Any]:
     Raises:
         UnjoinableError: its result has no rows. Otherwise what the denoiser raises.
     """
-    return split(calls[0].module(**join(calls)), [call.rows for call in calls])
+    outputs = split(calls[0].module(**join(calls)), [call.rows for call in calls])
+    if len(outputs) != len(calls):
+        raise UnjoinableError(f"{len(outputs)} results for {len(calls)} calls")
+    return outputs
 
 
 def join(calls: Sequence[DenoiserCall]) -> dict[str, Any]:
@@ -127,7 +131,8 @@ def _describe(name: str, value: Any, rows: int, digests: Digests) -> Any:
             return "rows", value.shape[1:], str(value.dtype)
         return "shared", value.shape, str(value.dtype), digests.of(value)
     if isinstance(value, list) and len(value) == rows:
-        return "list", *(_entry_type(entry) for entry in value[:1])
+        entries = tuple(_describe_entry(entry) for entry in value)
+        return "list", *(entries[:1] if len(set(entries)) == 1 else entries)
     if isinstance(value, (list, tuple)):
         return type(value), *(_describe(name, part, rows, digests) for part in value)
     if isinstance(value, dict):
@@ -162,8 +167,15 @@ def _has_rows(value: torch.Tensor, rows: int) -> bool:
     return value.ndim > 0 and value.shape[0] == rows
 
 
-def _entry_type(entry: Any) -> Hashable:
-    return (type(entry), str(getattr(entry, "dtype", "")))
+def _describe_entry(entry: Any) -> Hashable:
+    """Tensors may differ in their sizes; anything else must be the same."""
+    if isinstance(entry, torch.Tensor):
+        return "tensor", str(entry.dtype), entry.ndim
+    if isinstance(entry, (list, tuple)):
+        return type(entry), *(_describe_entry(part) for part in entry)
+    if entry is None or isinstance(entry, (bool, int, float, str)):
+        return type(entry), entry
+    return "object", id(entry)
 
 
 @functools.cache

@@ -95,6 +95,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="denoise-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread is there that does all the work."""
+        return self._thread.is_alive()
+
     def run(self, work: Callable[[], T]) -> T:
         """Do ``work`` on the engine's thread and wait for what it returns or raises.
 
@@ -150,8 +155,14 @@ class Engine:
     def _run(self) -> None:
         with torch.no_grad():
             while self._take_in():
-                self._end_the_unwanted()
-                self._step()
+                try:
+                    self._end_the_unwanted()
+                    self._step()
+                except Exception as error:  # a fault of the engine itself
+                    logger.exception("the step engine failed")
+                    for one in self._standing:
+                        self._end(one.job, "failed", partial(one.job.fail, error))
+                    self._standing.clear()
 
     def _take_in(self) -> bool:
         """Start what has come in. Waits while there is nothing to do; False when there never will be."""
@@ -171,6 +182,8 @@ class Engine:
     def _start(self, one: _Running) -> None:
         if one.job.request_id in self._tombstones:  # the cancel was faster
             self._cancel(one.job)
+        elif one.job.deadline is not None and time.monotonic() > one.job.deadline:
+            self._end(one.job, "deadline", partial(one.job.fail, _too_late()))
         else:
             self._go_on(one, one.row.start)
             self._count()
@@ -205,10 +218,15 @@ class Engine:
                 one.is_served = True
                 self.tell(self._events.waited, time.monotonic() - one.submitted)
         self._count()
+        failure: Exception | None = None
         try:
             outputs = batching.forward([one.call for one in batch])
         except Exception as error:
-            self._step_alone(batch, error)
+            logger.warning("a forward of %d rows failed: %r", rows, error)
+            # Its frames hold the memory that each row's own forward may need.
+            failure = error.with_traceback(None)
+        if failure is not None:
+            self._step_alone(batch, failure)
         else:
             for one, output in zip(batch, outputs, strict=True):
                 self._go_on(one, partial(one.row.resume, output))
@@ -238,7 +256,7 @@ class Engine:
                 try:
                     outcome = partial(one.row.resume, *batching.forward([one.call]))
                 except Exception as own:
-                    outcome = partial(one.row.fail, own)
+                    outcome = partial(one.row.fail, own.with_traceback(None))
             self._go_on(one, outcome)
 
     def _go_on(self, one: _Running, switch: Callable[[], None]) -> None:
@@ -249,7 +267,7 @@ class Engine:
             self._end(one.job, "failed", partial(one.job.fail, error))
         else:
             if one.row.is_done:
-                self._end(one.job, "succeeded", partial(one.job.succeed, one.row.result))
+                self._end(one.job, "succeeded", partial(_succeed, one.job, one.row.result))
             else:
                 self._standing.append(one)
 
@@ -267,6 +285,14 @@ class Engine:
         if counts != self._counts:
             self._counts = counts
             self.tell(self._events.counted, *counts)
+
+
+def _succeed(job: Job, result: Any) -> None:
+    try:
+        job.succeed(result)
+    except Exception as error:
+        logger.exception("could not answer request %s", job.request_id)
+        job.fail(error)
 
 
 def _guarded(what: Callable[..., None], *arguments: Any) -> None:

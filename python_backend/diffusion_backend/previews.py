@@ -19,6 +19,7 @@ from diffusers import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import nn
 
+from diffusion_backend import rows
 from diffusion_backend.rows import Denoiser
 from diffusion_backend.seams import Denoised, Prepare
 
@@ -45,12 +46,11 @@ def run_with_previews(
 
     def preview(step: int, x0: torch.Tensor) -> None:
         try:
-            with torch.random.fork_rng():
+            with rows.own_random_state():
                 made = run(lambda *_: last, lambda pipe: _finish(pipe, x0))
+            show(step, made)
         except Exception:
             logger.exception("no preview of step %d", step)
-        else:
-            show(step, made)
 
     return run(remembering, lambda pipe: _watch(pipe, steps, preview))
 
@@ -71,7 +71,7 @@ def estimate_of(scheduler: Any) -> Estimate | None:
     2022, https://arxiv.org/abs/2206.00364; Salimans and Ho 2022 (v-prediction), https://arxiv.org/abs/2202.00512;
     Lipman et al. 2023 (flow matching), https://arxiv.org/abs/2210.02747.
     """
-    if hasattr(scheduler, "precondition_outputs"):
+    if hasattr(scheduler, "precondition_outputs") or getattr(scheduler, "order", 1) > 1:
         return None
     if hasattr(scheduler, "convert_model_output"):  # the multistep solvers: DPM++, UniPC, ...
         config = scheduler.config
@@ -98,8 +98,12 @@ def _watch(
         done += 1
         if done not in steps or estimate is None:
             return take_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        x0 = estimate(scheduler, given["model_output"], given["timestep"], given["sample"])
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+            x0 = estimate(scheduler, given["model_output"], given["timestep"], given["sample"])
+        except Exception:
+            logger.exception("no preview of step %d", done)
+            return take_step(*args, **kwargs)
         result = take_step(*args, **kwargs)
         show(done, x0)
         return result

@@ -7,7 +7,7 @@ turns on one thread, each unmodified and at a step of its own. https://greenlet.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,8 +72,20 @@ class Row:
             self._random = None if self._greenlet.dead else _random_state()
 
 
+@contextlib.contextmanager
+def own_random_state() -> Iterator[None]:
+    """What is drawn from the global generators inside is not missing afterwards."""
+    before = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(before)
+
+
 def _random_state() -> list[torch.Tensor]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    # Asking would start CUDA in a process that does not use it.
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state() if is_used else None
     return [state for state in (torch.get_rng_state(), cuda) if state is not None]
 
 

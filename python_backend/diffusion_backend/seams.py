@@ -197,7 +197,9 @@ def replay(
     device, compute_dtype = run.device, loading.denoiser_dtype(pipe)
 
     def arrive(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype)
+        # A copy: pipelines may write into it, and ``calls`` may be replayed again.
+        dtype = compute_dtype if tensor.dtype == recorded_dtype else tensor.dtype
+        return tensor.to(device, dtype, copy=True)
 
     for call in calls:
         if call.name not in waiting:

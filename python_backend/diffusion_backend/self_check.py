@@ -37,7 +37,7 @@ class BatchingCheck:
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.tolerance
+        return self.joined and self.difference <= self.tolerance
 
 
 def check_batching(

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 # A request that comes later than this after its cancel is run.
@@ -37,10 +38,17 @@ class Tombstones:
             mode=0o700, parents=True, exist_ok=True
         )  # a cleaner of temporary files may have been here
         self._remove_old()
-        self._path(request_id).touch()
+        # Moved here, not touched: a file that is there already would leave the folder's time stamp as it is.
+        new = self._folder / f".{uuid.uuid4().hex}"
+        new.touch()
+        new.replace(self._path(request_id))
 
     def __contains__(self, request_id: str) -> bool:
-        return self._path(request_id).exists()
+        try:
+            written = self._path(request_id).stat().st_mtime
+        except OSError:
+            return False
+        return bool(request_id) and time.time() - written < KEPT_SECONDS
 
     def age(self, request_id: str) -> float:
         """The seconds since ``request_id`` was cancelled; 0 if it was not."""
@@ -53,7 +61,7 @@ class Tombstones:
         """Whether one may have been added since this was last asked."""
         try:
             changed = self._folder.stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             return False
         news = changed != self._seen or time.time() - changed / 1e9 < _CLOCK_TICK_SECONDS
         self._seen = changed

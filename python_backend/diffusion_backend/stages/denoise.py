@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diffusion_backend.errors import DiffusionError, invalid
 from diffusion_backend.settings import Settings, check, check_previews
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
@@ -71,7 +73,7 @@ class TritonPythonModel:
             )
         return {
             "enabled": result.passed,
-            "difference": result.difference,
+            "difference": result.difference if math.isfinite(result.difference) else None,
             "tolerance": result.tolerance,
             "joined": result.joined,
         }
@@ -81,8 +83,12 @@ class TritonPythonModel:
         try:
             if common.asks_to_describe(request):
                 # At once, whatever the engine does: who asks wants to know whether this process lives.
+                if not self._engine.is_alive:
+                    raise DiffusionError("the step engine has died", code="internal_error")
                 answer.succeed(common.description_response(self._description, (1,)))
             elif (cancelled := common.text_input(request, "cancel")) is not None:
+                if not cancelled:
+                    raise invalid("cancel", "'cancel' is empty; allowed: the id of a request")
                 self._tombstones.add(cancelled)
                 if self._is_decoupled:
                     answer.end()
@@ -183,8 +189,8 @@ class _Answer:
 
     def succeed(self, response: Any) -> None:
         self._rows -= 1
-        if self._rows > 0:
-            return
+        if self._rows != 0:
+            return  # others run yet, or it has been answered
         if self._is_decoupled:
             common.send_in_stream(self._sender, response, self._request_id)
         else:
@@ -201,9 +207,12 @@ class _Answer:
 
     def end(self) -> None:
         """The request was cancelled: an empty end, since an error would leak a count in tritonserver 2.51."""
+        if self._rows <= 0:
+            return
         if self._is_decoupled:
             import triton_python_backend_utils as pb_utils
 
+            self._rows = 0
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         else:
             self.fail(common.cancelled())  # one response is mandatory there
