@@ -68,9 +68,8 @@ class TritonPythonModel:
         result = check_batching(self._pipe, self._config.limits, settings, sample, dtype)
         if not result.passed:
             self._engine.never_batch()
-            logger.warning(
-                "rows differ in a batch by %g: requests are denoised one by one", result.difference
-            )
+            reason = f"they differ by {result.difference:g}" if result.joined else "they were never joined"
+            logger.warning("rows cannot share a batch (%s): requests are denoised one by one", reason)
         return {
             "enabled": result.passed,
             "difference": result.difference if math.isfinite(result.difference) else None,
