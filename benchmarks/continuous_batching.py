@@ -278,6 +278,12 @@ def run(
                 if name in servers:
                     done = Work.of(servers[name]) - before
                     works[f"{load}_{name}"] = works.get(f"{load}_{name}", Work()) + done
+                result = results[f"{load}_{name}"]
+                print(
+                    f"{load} {name}, round {number + 1} of {plan.rounds[load]}: so far "
+                    f"{result.images_per_second:.2f} images/s, p50 {statistics.median(result.all):.0f} ms",
+                    file=sys.stderr,
+                )
     return results, works, capacity
 
 

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from diffusion_backend import conditioning
-from diffusion_backend.client import DiffusionClient, ensemble_inputs
+from diffusion_backend.client import DiffusionClient
 from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.launcher import Adapter
 from diffusion_backend.processes import LaunchError, free_ports
@@ -25,6 +25,7 @@ from diffusion_backend.tritonserver import TritonServer
 from openai import OpenAI
 
 from tests.running_server import ROOT
+from tests.triton_inputs import bytes_input
 
 PIPELINE = ROOT / "model_repository/emoji-flux/pipeline"
 PROMPT = "a fox on a blue background"
@@ -46,7 +47,7 @@ def test_plain_infer_over_grpc(triton: TritonServer) -> None:
 
         def picture(seed: int) -> np.ndarray[Any, Any]:
             parameters = {"seed": seed, "num_inference_steps": 3}
-            result = client.infer("unary", ensemble_inputs(PROMPT, None), parameters=parameters)
+            result = client.infer("unary", [bytes_input("prompt", PROMPT)], parameters=parameters)
             assert json.loads(result.as_numpy("info")[0])["seed"] == seed
             pixels: np.ndarray[Any, Any] = result.as_numpy("images").astype(int)
             return pixels
@@ -56,7 +57,7 @@ def test_plain_infer_over_grpc(triton: TritonServer) -> None:
         for seed, pixels in enumerate(together):
             assert np.abs(pixels - picture(seed)).max() <= 1
         with pytest.raises(triton_grpc.InferenceServerException) as caught:
-            client.infer("unary", ensemble_inputs(PROMPT, None), parameters={"seed": -1})
+            client.infer("unary", [bytes_input("prompt", PROMPT)], parameters={"seed": -1})
         assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 

@@ -27,14 +27,18 @@ class AddOne(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[list[float]] = []
+        self.tried: list[list[float]] = []  # with those that failed
         self.before: Callable[[], object] = lambda: None
+        self.after: Callable[[], object] = lambda: None
 
     def forward(
         self, hidden_states: torch.Tensor, timestep: torch.Tensor, scale: float = 1.0
     ) -> torch.Tensor:
         assert timestep.numel() in (1, len(hidden_states))
         self.before()
-        self.batches.append(hidden_states.flatten(1)[:, 0].tolist())
+        self.tried.append(hidden_states.flatten(1)[:, 0].tolist())
+        self.after()
+        self.batches.append(self.tried[-1])
         if (hidden_states < 0).any():
             raise ValueError("a negative row")
         return hidden_states + scale
@@ -122,7 +126,8 @@ def test_a_newcomer_joins_at_the_next_step(bench: Bench) -> None:
 
     bench.model.before = join_once
     bench.submit("old", bench.work(10, 4))
-    bench.engine.close()
+    while len(bench.ends) < 2:
+        time.sleep(0.001)
     assert bench.model.batches == [[10], [11], [12, 50], [13]]
 
 
@@ -184,6 +189,69 @@ def test_a_failure_is_its_own(bench: Bench) -> None:
     assert ends["raises"] is failure
     assert isinstance(ends["negative"], ValueError)
     assert sorted(bench.events.outcomes) == ["failed", "failed", "succeeded", "succeeded"]
+
+
+def test_a_batch_that_is_too_large_is_not_tried_again_at_every_step(bench: Bench) -> None:
+    def refuse_more_than_two() -> None:
+        if (rows := len(bench.model.tried[-1])) > 2:
+            raise torch.OutOfMemoryError(f"no memory for {rows} rows")
+
+    bench.model.after = refuse_more_than_two
+    bench.submit_at_once({str(number): bench.work(10 * number, 5) for number in range(4)})
+    bench.engine.close()
+    assert sorted(bench.ends) == [(str(number), 10 * number + 5) for number in range(4)]
+    assert [len(batch) for batch in bench.model.tried] == [4, 1, 1, 1, 1] + 4 * [2, 2]
+
+
+def test_a_row_that_fails_its_batch_leaves_the_others_theirs(bench: Bench) -> None:
+    bench.submit_at_once({"bad": bench.work(-5, 1), "a": bench.work(1, 3), "b": bench.work(2, 3)})
+    bench.engine.close()
+    assert bench.model.batches[-2:] == [[2, 3], [3, 4]]
+
+
+def test_a_burst_does_not_stop_those_that_run(tmp_path: Path) -> None:
+    """Pipelines' beginnings take their time, too: a few of them are let in between two forwards."""
+    begun: list[int] = []  # after how many forwards each newcomer began
+
+    for bench in make_bench(tmp_path, max_requests=40):
+        forwards = bench.model.batches
+
+        def begin(_: Denoiser, forwards: list[list[float]] = forwards) -> None:
+            begun.append(len(forwards))
+
+        def arrive_at_the_second(bench: Bench = bench) -> None:
+            if len(bench.model.batches) == 1:
+                for number in range(30):
+                    bench.submit(f"new {number}", begin)
+
+        bench.model.before = arrive_at_the_second
+        bench.submit("old", bench.work(0, 20))
+        while len(bench.ends) < 31:
+            time.sleep(0.001)
+        bench.engine.close()
+        assert max(running for running, _ in bench.events.counts) == 31
+        assert max(waiting for _, waiting in bench.events.counts) == 30
+    assert len(begun) == 30
+    assert max(begun.count(forward) for forward in begun) <= 4
+
+
+def test_jobs_come_in_together_or_not_at_all(tmp_path: Path) -> None:
+    for bench in make_bench(tmp_path, max_requests=2):
+        unused = [Job(str(number), bench.work(0, 1), print, print, print) for number in range(3)]
+        with pytest.raises(DiffusionError, match="busy"):
+            bench.engine.submit(*unused)
+        bench.submit("a", bench.work(1, 1))
+        bench.submit("b", bench.work(2, 1))
+        bench.engine.close()
+        assert sorted(bench.ends) == [("a", 2), ("b", 3)]
+
+
+def test_a_closed_engine_takes_nothing_in(bench: Bench) -> None:
+    bench.engine.close()
+    with pytest.raises(DiffusionError, match="shutting down"):
+        bench.submit("a", bench.work(1, 1))
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.engine.run(lambda: None)
 
 
 def test_a_client_that_cannot_be_answered_does_not_end_the_thread(bench: Bench) -> None:

@@ -70,6 +70,20 @@ def test_lists_with_an_entry_a_row_are_joined() -> None:
     assert [len(first), len(second)] == [1, 2]
 
 
+def test_a_list_of_a_tensor_a_layer_is_no_list_of_rows() -> None:
+    """A ControlNet's residuals: by chance there are as many layers as rows."""
+
+    def call(rows: int, value: float) -> batching.DenoiserCall:
+        residuals = [torch.full((rows, 8, 4), value + layer) for layer in range(2)]
+        latents = torch.zeros(rows, 8, 4)
+        return read_call(DENOISER, (latents, torch.zeros(rows)), {"residuals": residuals}, Digests())
+
+    calls = [call(2, 10.0), call(1, 20.0)]
+    assert calls[0].key == calls[1].key
+    joined = batching.join(calls)["residuals"]
+    assert [layer[:, 0, 0].tolist() for layer in joined] == [[10, 10, 20], [11, 11, 21]]
+
+
 def test_a_result_without_rows_is_not_split() -> None:
     with pytest.raises(UnjoinableError):
         batching.split(torch.zeros(3), [1, 1])

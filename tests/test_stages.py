@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import queue
 import time
@@ -24,12 +25,12 @@ from diffusion_backend.client import (
     AsyncDiffusionClient,
     DiffusionClient,
     Generation,
-    bytes_input,
 )
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits, resolve
 
 from tests.running_server import ROOT, RunningServer
+from tests.triton_inputs import bytes_input
 
 MODEL = "emoji-flux"
 
@@ -217,6 +218,11 @@ def denoise(server: RunningServer, blob: bytes) -> Any:
     return stream(
         server, f"{MODEL}_denoise", [tensor("conditioning", np.frombuffer(blob, np.uint8), "UINT8")]
     )
+
+
+def test_only_a_warmup_sample_asks_for_several_rows(server: RunningServer) -> None:
+    forged = conditioning.pack(dataclasses.replace(warmup_blob(), rows=3))
+    assert "'conditioning' has 3 rows; allowed: 1" in str(denoise(server, forged))
 
 
 def test_latents_that_are_not_finite_are_an_error(server: RunningServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from diffusion_backend.client import AsyncDiffusionClient, DiffusionClient, Generation, ensemble_inputs
+from diffusion_backend.client import AsyncDiffusionClient, DiffusionClient, Generation
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.repository import BuildOptions, add
 from diffusion_backend.tritonserver import TritonServer
 
 from tests import triton_metrics
 from tests.running_server import ROOT, RunningServer
+from tests.triton_inputs import bytes_input
 
 MODEL = "emoji-flux"
 PROMPT = "a fox on a blue background"
@@ -161,6 +163,30 @@ def test_the_blocking_client_cancels_at_its_timeout(server: RunningServer) -> No
     triton_metrics.wait_until_idle(server.metrics_url, 10)
 
 
+def test_a_timeout_is_for_the_whole_request_and_told_to_the_server(server: RunningServer) -> None:
+    """Not for each answer: the previews come in time, the picture would not."""
+    counted = {outcome: outcomes(server, outcome) for outcome in ("deadline", "cancelled")}
+    with DiffusionClient(server.grpc_url) as client:
+        started = time.monotonic()
+        client.generate(MODEL, PROMPT, num_inference_steps=LONG)
+        timeout = 0.7 * (time.monotonic() - started)
+        shown = client.stream(MODEL, PROMPT, num_inference_steps=LONG, partial_images=3, timeout=timeout)
+        assert not next(shown).info["is_final"]
+        with pytest.raises(DiffusionError) as caught:
+            list(shown)
+    assert caught.value.code == "deadline_exceeded"
+    triton_metrics.wait_until_idle(server.metrics_url, 10)
+    assert sum(outcomes(server, outcome) - before for outcome, before in counted.items()) == 1
+
+
+def test_the_blocking_client_streams_what_the_other_does(server: RunningServer) -> None:
+    with DiffusionClient(server.grpc_url) as client:
+        shown = list(client.stream(MODEL, PROMPT, seed=3, partial_images=2))
+        alone = client.generate(MODEL, PROMPT, seed=3)
+    assert [each.info["is_final"] for each in shown] == [False, False, True]
+    assert np.array_equal(shown[-1].images, alone.images)
+
+
 def test_a_deadline_ends_a_request_on_the_server(server: RunningServer) -> None:
     """Triton's own ``timeout`` of a request, which any client can set."""
     late = outcomes(server, "deadline")
@@ -169,7 +195,7 @@ def test_a_deadline_ends_a_request_on_the_server(server: RunningServer) -> None:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer(
             MODEL,
-            ensemble_inputs(PROMPT, None),
+            [bytes_input("prompt", PROMPT)],
             request_id=str(uuid.uuid4()),
             parameters={"num_inference_steps": LONG},
             timeout=400_000,

@@ -3,8 +3,9 @@
 Nothing here knows a pipeline family. What a call's arguments are like decides:
 
 - a tensor whose leading axis is the call's batch size holds rows: it is concatenated;
-- a list of that length (Z-Image's latents) holds one entry a row: it is joined to a longer one. Entries that are no
-  tensors (Qwen-Image's shapes) must be equal, since models read the first one for all;
+- a list of that length holds one entry a row: it is joined to a longer one. Entries that are no tensors (Qwen-Image's
+  shapes) must be equal, since models read the first one for all. Where the latents are a tensor, lists of tensors are
+  no such lists (a ControlNet's residuals: one a layer), and each of their tensors is taken for itself;
 - a timestep without an axis becomes one a row;
 - anything else (rotary embeddings, scales, flags) serves all rows, so it must be equal.
 """
@@ -33,13 +34,31 @@ class UnjoinableError(Exception):
 
 
 @dataclass(frozen=True)
+class Layout:
+    """``rows`` is a call's batch size (2 where guidance doubles it); ``lists``: its latents are one tensor a row."""
+
+    rows: int
+    lists: bool
+
+    def is_rows(self, value: list[Any]) -> bool:
+        """Whether a list has an entry a row."""
+        return len(value) == self.rows and (
+            self.lists or not any(isinstance(entry, torch.Tensor) for entry in value)
+        )
+
+
+@dataclass(frozen=True)
 class DenoiserCall:
-    """One call. ``rows`` is its batch size (2 where guidance doubles it); calls of equal ``key`` may be joined."""
+    """One call; calls of equal ``key`` may be joined."""
 
     module: nn.Module
     arguments: dict[str, Any]
-    rows: int
+    layout: Layout
     key: Hashable
+
+    @property
+    def rows(self) -> int:
+        return self.layout.rows
 
 
 class Digests:
@@ -67,11 +86,11 @@ def read_call(
     names = _parameter_names(type(module).forward)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     latents = arguments[names[0]]
-    rows = len(latents)
+    layout = Layout(len(latents), isinstance(latents, list))
     described = tuple(
-        (name, _describe(name, value, rows, digests)) for name, value in sorted(arguments.items())
+        (name, _describe(name, value, layout, digests)) for name, value in sorted(arguments.items())
     )
-    return DenoiserCall(module, arguments, rows, (id(module), described))
+    return DenoiserCall(module, arguments, layout, (id(module), described))
 
 
 def forward(calls: Sequence[DenoiserCall]) -> list[Any]:
@@ -91,8 +110,8 @@ def join(calls: Sequence[DenoiserCall]) -> dict[str, Any]:
     first = calls[0]
     if len(calls) == 1:
         return first.arguments
-    rows = [call.rows for call in calls]
-    return {name: _join(name, [call.arguments[name] for call in calls], rows) for name in first.arguments}
+    layouts = [call.layout for call in calls]
+    return {name: _join(name, [call.arguments[name] for call in calls], layouts) for name in first.arguments}
 
 
 def split(output: Any, rows: Sequence[int]) -> list[Any]:
@@ -122,40 +141,42 @@ def split(output: Any, rows: Sequence[int]) -> list[Any]:
     raise UnjoinableError(f"a {type(output).__name__} for {sum(rows)} rows")
 
 
-def _describe(name: str, value: Any, rows: int, digests: Digests) -> Any:
+def _describe(name: str, value: Any, layout: Layout, digests: Digests) -> Any:
     """What another call's argument must equal to be joined with this one."""
     if isinstance(value, torch.Tensor):
         if _is_timestep(name, value):
             return "timestep", str(value.dtype)
-        if name not in _POSITIONS and _has_rows(value, rows):
+        if name not in _POSITIONS and _has_rows(value, layout):
             return "rows", value.shape[1:], str(value.dtype)
         return "shared", value.shape, str(value.dtype), digests.of(value)
-    if isinstance(value, list) and len(value) == rows:
+    if isinstance(value, list) and layout.is_rows(value):
         entries = tuple(_describe_entry(entry) for entry in value)
         return "list", *(entries[:1] if len(set(entries)) == 1 else entries)
     if isinstance(value, (list, tuple)):
-        return type(value), *(_describe(name, part, rows, digests) for part in value)
+        return type(value), *(_describe(name, part, layout, digests) for part in value)
     if isinstance(value, dict):
-        return "dict", *((key, _describe(key, part, rows, digests)) for key, part in sorted(value.items()))
+        return "dict", *((key, _describe(key, part, layout, digests)) for key, part in sorted(value.items()))
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return type(value), value
     return "object", id(value)
 
 
-def _join(name: str, values: list[Any], rows: list[int]) -> Any:
+def _join(name: str, values: list[Any], layouts: list[Layout]) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor):
         if _is_timestep(name, first):
-            return torch.cat([value.expand(count) for value, count in zip(values, rows, strict=True)])
+            return torch.cat(
+                [value.expand(layout.rows) for value, layout in zip(values, layouts, strict=True)]
+            )
         # Positions without a row axis, and as many as there are rows, are [N, 3].
         positions = name in _POSITIONS and first.ndim == 2
-        return torch.cat(values) if _has_rows(first, rows[0]) and not positions else first
-    if isinstance(first, list) and len(first) == rows[0]:
+        return torch.cat(values) if _has_rows(first, layouts[0]) and not positions else first
+    if isinstance(first, list) and layouts[0].is_rows(first):
         return [entry for value in values for entry in value]
     if isinstance(first, (list, tuple)):
-        return type(first)(_join(name, list(parts), rows) for parts in zip(*values, strict=True))
+        return type(first)(_join(name, list(parts), layouts) for parts in zip(*values, strict=True))
     if isinstance(first, dict):
-        return {key: _join(key, [value[key] for value in values], rows) for key in first}
+        return {key: _join(key, [value[key] for value in values], layouts) for key in first}
     return first
 
 
@@ -163,8 +184,8 @@ def _is_timestep(name: str, value: torch.Tensor) -> bool:
     return value.ndim == 0 and name in _TIMESTEPS
 
 
-def _has_rows(value: torch.Tensor, rows: int) -> bool:
-    return value.ndim > 0 and value.shape[0] == rows
+def _has_rows(value: torch.Tensor, layout: Layout) -> bool:
+    return value.ndim > 0 and value.shape[0] == layout.rows
 
 
 def _describe_entry(entry: Any) -> Hashable:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import numpy as np
@@ -32,6 +31,8 @@ from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
+
+T = TypeVar("T")
 
 CHANNEL_ARGS = [
     ("grpc.max_send_message_length", -1),
@@ -71,22 +72,6 @@ class Generation:
 
     images: npt.NDArray[np.uint8]
     info: dict[str, Any]
-
-
-def bytes_input(name: str, text: str | bytes) -> triton_grpc.InferInput:
-    """A BYTES [1] tensor. Object arrays keep trailing NULs, which ``np.bytes_`` drops."""
-    tensor = triton_grpc.InferInput(name, [1], "BYTES")
-    data = text.encode() if isinstance(text, str) else text
-    tensor.set_data_from_numpy(np.array([data], dtype=np.object_))
-    return tensor
-
-
-def ensemble_inputs(prompt: str, negative_prompt: str | None) -> list[triton_grpc.InferInput]:
-    """The ensemble's input tensors."""
-    inputs = [bytes_input("prompt", prompt)]
-    if negative_prompt is not None:
-        inputs.append(bytes_input("negative_prompt", negative_prompt))
-    return inputs
 
 
 def denoise_model(model: str) -> str:
@@ -171,96 +156,6 @@ def _too_late(timeout: float | None) -> DiffusionError:
     return DiffusionError(f"no answer within {timeout} s", code="deadline_exceeded", status=Status.CANCELLED)
 
 
-class DiffusionClient:
-    """Blocking client. Safe to share between threads: every generation opens a stream of its own."""
-
-    def __init__(self, url: str = "127.0.0.1:8001") -> None:
-        self.url = url
-        self._control = self._connect()
-
-    def _connect(self) -> triton_grpc.InferenceServerClient:
-        return triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_ARGS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._control.close()
-
-    def limits(self, model: str) -> ModelLimits:
-        """What ``model`` accepts."""
-        try:
-            return limits_from_config(self._control.get_model_config(model).config)
-        except InferenceServerException as error:
-            raise to_error(error) from error
-
-    def generate(
-        self,
-        model: str,
-        prompt: str,
-        *,
-        negative_prompt: str | None = None,
-        request_id: str | None = None,
-        timeout: float | None = None,
-        **parameters: Any,
-    ) -> Generation:
-        """Generate one picture; ``parameters`` are the request's settings (``diffusion_backend.settings``).
-
-        Raises:
-            DiffusionError: what the server refused, and why; CANCELLED when nothing came within ``timeout`` seconds.
-        """
-        answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
-        client = self._connect()
-        generation: Generation | None = None
-        request_id = request_id or str(uuid.uuid4())
-        ended = False
-        try:
-            client.start_stream(lambda result, error: answers.put((result, error)))
-            client.async_stream_infer(
-                model,
-                ensemble_inputs(prompt, negative_prompt),
-                request_id=request_id,
-                parameters=parameters,
-                enable_empty_final_response=True,
-            )
-            while not ended:
-                result, error = answers.get(timeout=timeout)
-                if error is not None:
-                    ended = True
-                    raise to_error(error)
-                response = result.get_response()
-                if response.outputs:
-                    generation = to_generation(result)
-                ended = response.parameters["triton_final_response"].bool_param
-        except queue.Empty:
-            raise _too_late(timeout) from None
-        finally:
-            if not ended:
-                client.async_stream_infer(
-                    denoise_model(model),
-                    [bytes_input("cancel", request_id)],
-                    request_id=f"cancel-{request_id}",
-                )
-            # What was cancelled ends within a step; a stage that has died never ends.
-            _stop_stream(client, patience=_DRAIN_SECONDS)
-            client.close()
-        return require_final(generation)
-
-
-def _stop_stream(client: triton_grpc.InferenceServerClient, patience: float) -> None:
-    """Read a stream to its end; break it off after ``patience`` seconds."""
-    reader = threading.Thread(target=client.stop_stream, daemon=True)
-    reader.start()
-    reader.join(patience)
-    if reader.is_alive():
-        client.stop_stream(cancel_requests=True)
-
-
 class _Exchange:
     """One request on a gRPC stream of its own.
 
@@ -341,7 +236,7 @@ class _Exchange:
 
 
 class AsyncDiffusionClient:
-    """The same for asyncio, on one shared channel."""
+    """For asyncio, on one shared channel."""
 
     def __init__(self, url: str = "127.0.0.1:8001") -> None:
         self.url = url
@@ -455,3 +350,67 @@ class AsyncDiffusionClient:
                 yield result
         finally:
             exchange.leave()
+
+
+class DiffusionClient:
+    """Blocking client, which threads may share: an ``AsyncDiffusionClient`` on a thread of its own."""
+
+    def __init__(self, url: str = "127.0.0.1:8001") -> None:
+        self.url = url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="diffusion-client", daemon=True)
+        self._thread.start()
+        self._client = self._run(_connect(url))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close, when what was cancelled has ended."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def limits(self, model: str) -> ModelLimits:
+        """What ``model`` accepts."""
+        return self._run(self._client.limits(model))
+
+    def generate(self, model: str, prompt: str, **request: Any) -> Generation:
+        """One picture; the arguments are those of ``AsyncDiffusionClient.stream``.
+
+        Raises:
+            DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
+        """
+        return self._run(self._client.generate(model, prompt, **request))
+
+    def stream(self, model: str, prompt: str, **request: Any) -> Iterator[Generation]:
+        """The previews of one request, then its picture, as ``AsyncDiffusionClient.stream``."""
+        generations = self._client.stream(model, prompt, **request)
+        try:
+            while (generation := self._run(_next(generations))) is not None:
+                yield generation
+        finally:
+            self._run(generations.aclose())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted: the request is cancelled, too
+
+
+async def _connect(url: str) -> AsyncDiffusionClient:
+    return AsyncDiffusionClient(url)
+
+
+async def _next(generations: AsyncGenerator[Generation, None]) -> Generation | None:
+    return await anext(generations, None)

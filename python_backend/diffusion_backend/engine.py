@@ -9,11 +9,12 @@ seeds, schedulers and guidance; and rows that cannot be joined take turns.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,10 @@ from diffusion_backend.tombstones import Tombstones
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_STARTS_A_STEP = 4  # that a burst of arrivals puts between two forwards of those that run
+_LOWERED_SECONDS = 60.0  # that a batch too large for the memory, or that cannot be split, is not tried again
+_MOST_LOWERED = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class _Running:
     job: Job
     row: Row
     submitted: float = field(default_factory=time.monotonic)
-    is_served: bool = False
+    is_served: bool = False  # it has had a step, or has one now
 
     @property
     def call(self) -> batching.DenoiserCall:
@@ -87,8 +92,14 @@ class Engine:
         self._lock = threading.Lock()
         self._live: set[str] = set()
         self._inbox: queue.SimpleQueue[_Running | Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrived: deque[_Running] = deque()
         self._standing: deque[_Running] = deque()  # the one that has waited longest comes first
+        self._lowered: dict[
+            Hashable, tuple[float, float]
+        ] = {}  # by a call's key: a cap of its own, and until when
+        self._served = 0
         self._counts = (0, 0)
+        self._closed = False
         self._closing = False
         # Answers and metrics go to Triton from here: a step waits for neither.
         self._outbox = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise-outbox")
@@ -114,33 +125,41 @@ class Engine:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._inbox.put(fulfil)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._inbox.put(fulfil)
         return future.result()
 
     def never_batch(self) -> None:
         """One row a forward from now on: this model's rows are not what they would be alone."""
         self._batches = False
 
-    def submit(self, job: Job) -> None:
-        """Take a job in. It starts at once, or as soon as the step that is running is done.
+    def submit(self, *jobs: Job) -> None:
+        """Take jobs in, all or none. They start at once, or as soon as the step that is running is done.
 
         Raises:
             DiffusionError: UNAVAILABLE when there are too many, INVALID_ARG when one of that id is still alive.
         """
         with self._lock:
-            if job.request_id in self._live:
-                raise invalid(
-                    "id", f"a request with id {job.request_id!r} is already running", "duplicate_request"
-                )
-            if len(self._live) >= self._max_requests:
+            for job in jobs:
+                if job.request_id in self._live:
+                    raise invalid(
+                        "id", f"a request with id {job.request_id!r} is already running", "duplicate_request"
+                    )
+            if self._closed:
+                raise DiffusionError("the server is shutting down", status=Status.UNAVAILABLE)
+            if len(self._live) + len(jobs) > self._max_requests:
                 self.tell(self._events.ended, "refused")
                 raise DiffusionError(
                     f"the server is busy: {self._max_requests} requests are waiting or running",
                     code="queue_full",
                     status=Status.UNAVAILABLE,
                 )
-            self._live.add(job.request_id)
-            self._inbox.put(_Running(job, Row(job.work)))
+            for job in jobs:
+                self._live.add(job.request_id)
+                self._inbox.put(_Running(job, Row(job.work)))
+            self._count()
 
     def tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Call ``what`` on the thread that answers, after what it has been told so far."""
@@ -148,7 +167,9 @@ class Engine:
 
     def close(self) -> None:
         """Finish all that was submitted, and answer it; then end the threads."""
-        self._inbox.put(None)
+        with self._lock:
+            self._closed = True
+            self._inbox.put(None)
         self._thread.join()
         self._outbox.shutdown()
 
@@ -157,55 +178,51 @@ class Engine:
             while self._take_in():
                 try:
                     self._end_the_unwanted()
+                    for _ in range(min(_STARTS_A_STEP, len(self._arrived))):
+                        one = self._arrived.popleft()
+                        self._go_on(one, one.row.start)
                     self._step()
                 except Exception as error:  # a fault of the engine itself
                     logger.exception("the step engine failed")
                     for one in self._standing:
-                        self._end(one.job, "failed", partial(one.job.fail, error))
+                        self._end(one, "failed", partial(one.job.fail, error))
                     self._standing.clear()
 
     def _take_in(self) -> bool:
-        """Start what has come in. Waits while there is nothing to do; False when there never will be."""
-        while self._standing or not self._closing:
+        """Fetch what has come in. Waits while there is nothing to do; False when there never will be."""
+        while self._standing or self._arrived or not self._closing:
             try:
-                arrived = self._inbox.get(block=not self._standing)
+                arrived = self._inbox.get(block=not (self._standing or self._arrived))
             except queue.Empty:
                 return True
             if arrived is None:
                 self._closing = True
-            elif isinstance(arrived, _Running):
-                self._start(arrived)
-            else:
+            elif not isinstance(arrived, _Running):
                 arrived()
+            elif arrived.job.request_id in self._tombstones:  # the cancel was faster
+                self._cancel(arrived)
+            else:
+                self._arrived.append(arrived)
         return False
-
-    def _start(self, one: _Running) -> None:
-        if one.job.request_id in self._tombstones:  # the cancel was faster
-            self._cancel(one.job)
-        elif one.job.deadline is not None and time.monotonic() > one.job.deadline:
-            self._end(one.job, "deadline", partial(one.job.fail, _too_late()))
-        else:
-            self._go_on(one, one.row.start)
-            self._count()
 
     def _end_the_unwanted(self) -> None:
         news = self._tombstones.has_news()
         now = time.monotonic()
-        for one in list(self._standing):
-            job = one.job
-            late = job.deadline is not None and now > job.deadline
-            if not late and not (news and job.request_id in self._tombstones):
-                continue
-            self._standing.remove(one)
-            one.row.cancel()
-            if late:
-                self._end(job, "deadline", partial(job.fail, _too_late()))
-            else:
-                self._cancel(job)
+        for ones in (self._arrived, self._standing):
+            for one in list(ones):
+                late = one.job.deadline is not None and now > one.job.deadline
+                if not late and not (news and one.job.request_id in self._tombstones):
+                    continue
+                ones.remove(one)
+                one.row.cancel()
+                if late:
+                    self._end(one, "deadline", partial(one.job.fail, _too_late()))
+                else:
+                    self._cancel(one)
 
-    def _cancel(self, job: Job) -> None:
-        self.tell(self._events.freed, self._tombstones.age(job.request_id))
-        self._end(job, "cancelled", job.cancelled)
+    def _cancel(self, one: _Running) -> None:
+        self.tell(self._events.freed, self._tombstones.age(one.job.request_id))
+        self._end(one, "cancelled", one.job.cancelled)
 
     def _step(self) -> None:
         batch = self._next_batch()
@@ -213,11 +230,7 @@ class Engine:
             return
         started = time.perf_counter()
         rows = sum(one.call.rows for one in batch)
-        for one in batch:
-            if not one.is_served:
-                one.is_served = True
-                self.tell(self._events.waited, time.monotonic() - one.submitted)
-        self._count()
+        self._serve(batch)
         failure: Exception | None = None
         try:
             outputs = batching.forward([one.call for one in batch])
@@ -232,14 +245,24 @@ class Engine:
                 self._go_on(one, partial(one.row.resume, output))
         self.tell(self._events.stepped, rows, time.perf_counter() - started)
 
+    def _serve(self, batch: list[_Running]) -> None:
+        """Count those whose first step comes now."""
+        with self._lock:
+            for one in batch:
+                if not one.is_served:
+                    one.is_served = True
+                    self._served += 1
+                    self.tell(self._events.waited, time.monotonic() - one.submitted)
+            self._count()
+
     def _next_batch(self) -> list[_Running]:
         """The row that stands longest and those that can be joined with it, up to the cap; they stand no more."""
         batch: list[_Running] = []
-        weight = 0.0
+        weight = cap = 0.0
         for one in self._standing:
             if not batch:
-                batch, weight = [one], one.weight
-            elif one.call.key == batch[0].call.key and weight + one.weight <= self._max_batch_rows:
+                batch, weight, cap = [one], one.weight, self._cap(one.call.key)
+            elif one.call.key == batch[0].call.key and weight + one.weight <= cap:
                 batch.append(one)
                 weight += one.weight
             if not self._batches:
@@ -248,15 +271,33 @@ class Engine:
         self._standing = deque(one for one in self._standing if id(one) not in taken)
         return batch
 
+    def _cap(self, key: Hashable) -> float:
+        lowered, until = self._lowered.get(key, (self._max_batch_rows, math.inf))
+        return lowered if time.monotonic() < until else self._max_batch_rows
+
+    def _lower_cap(self, batch: list[_Running]) -> None:
+        """The batch was at fault, no row of it: calls like these get half of it, for a while."""
+        if len(self._lowered) >= _MOST_LOWERED:
+            self._lowered.pop(next(iter(self._lowered)))
+        weight = sum(one.weight for one in batch)
+        self._lowered[batch[0].call.key] = weight / 2, time.monotonic() + _LOWERED_SECONDS
+
     def _step_alone(self, batch: list[_Running], error: Exception) -> None:
         """A forward has failed: whose fault it is shows when each has one of its own."""
+        if len(batch) == 1:
+            self._go_on(batch[0], partial(batch[0].row.fail, error))
+            return
+        outcomes: list[Callable[[], None]] = []
+        failed = False
         for one in batch:
-            outcome: Callable[[], None] = partial(one.row.fail, error)
-            if len(batch) > 1:
-                try:
-                    outcome = partial(one.row.resume, *batching.forward([one.call]))
-                except Exception as own:
-                    outcome = partial(one.row.fail, own.with_traceback(None))
+            try:
+                outcomes.append(partial(one.row.resume, *batching.forward([one.call])))
+            except Exception as own:
+                failed = True
+                outcomes.append(partial(one.row.fail, own.with_traceback(None)))
+        if not failed:
+            self._lower_cap(batch)
+        for one, outcome in zip(batch, outcomes, strict=True):
             self._go_on(one, outcome)
 
     def _go_on(self, one: _Running, switch: Callable[[], None]) -> None:
@@ -264,24 +305,25 @@ class Engine:
         try:
             switch()
         except BaseException as error:  # the seams end a run by one, and the thread must outlive all
-            self._end(one.job, "failed", partial(one.job.fail, error))
+            self._end(one, "failed", partial(one.job.fail, error))
         else:
             if one.row.is_done:
-                self._end(one.job, "succeeded", partial(_succeed, one.job, one.row.result))
+                self._end(one, "succeeded", partial(_succeed, one.job, one.row.result))
             else:
                 self._standing.append(one)
 
-    def _end(self, job: Job, outcome: str, answer: Callable[[], None]) -> None:
+    def _end(self, one: _Running, outcome: str, answer: Callable[[], None]) -> None:
         # Not live before the answer goes out: the sender may use the id again as soon as it has the answer.
         with self._lock:
-            self._live.discard(job.request_id)
-        self.tell(answer)
-        self.tell(self._events.ended, outcome)
-        self._count()
+            self._live.discard(one.job.request_id)
+            self._served -= one.is_served
+            self.tell(answer)
+            self.tell(self._events.ended, outcome)
+            self._count()
 
     def _count(self) -> None:
-        waiting = sum(not one.is_served for one in self._standing)
-        counts = len(self._live), waiting
+        """Tell how many there are, and how many of them have had no step yet. For holders of the lock."""
+        counts = len(self._live), len(self._live) - self._served
         if counts != self._counts:
             self._counts = counts
             self.tell(self._events.counted, *counts)

@@ -41,6 +41,7 @@ class Row:
 
     def start(self) -> None:
         """Run to the first call of the denoiser, or to the end. What ``work`` raises, this raises."""
+        # Made here, since a greenlet belongs to the thread that makes it.
         self._greenlet = greenlet(self._work)
         self._switch(self._greenlet.switch, self._stand_still)
 
@@ -49,7 +50,9 @@ class Row:
         self._switch(self._greenlet.switch, output)
 
     def cancel(self) -> None:
-        """End the run where it stands."""
+        """End the run where it stands, if it was started."""
+        if self.call is None:
+            return
         with contextlib.suppress(BaseException):  # whatever the pipeline makes of it
             self._switch(self._greenlet.throw, RunCancelled)
 

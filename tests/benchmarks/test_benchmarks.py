@@ -73,3 +73,12 @@ def test_step_costs() -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert 0 < figures["engine_ms_b1"] < figures["engine_ms_b32"] < 10 * figures["forward_ms_1"]
+
+
+@pytest.mark.long
+def test_memory(tmp_path: Path) -> None:
+    """Each stage holds its own weights more than the small model's same stage, and not all stages' weights."""
+    figures = _figures("memory", tmp_path / "figures.json")
+    for stage in ("encode", "denoise"):
+        assert figures[f"{stage}_more_over_weights"] > 0.9
+        assert figures[f"{stage}_more_private_mib"] < 0.9 * figures["weights_mib"]

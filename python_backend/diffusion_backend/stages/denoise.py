@@ -103,12 +103,17 @@ class TritonPythonModel:
         conditioning = self._conditioning.unpack(common.array_input(request, "conditioning").tobytes())
         settings = check(self._config.limits, conditioning.settings)
         check_previews(settings.partial_images, self._no_previews)
+        if conditioning.rows > 1 and request.request_id():
+            raise invalid(
+                "conditioning",
+                f"'conditioning' has {conditioning.rows} rows; allowed: 1, but in a warmup sample",
+            )
         limits = self._config.limits
         timeout = request.timeout()
         request_id = request.request_id() or str(uuid.uuid4())
         answer.wait_for(conditioning.rows)
-        for row in range(conditioning.rows):
-            self._engine.submit(
+        self._engine.submit(
+            *(
                 self._job(
                     request_id=f"{request_id}/{row}" if row else request_id,
                     work=lambda denoiser: self._denoise(conditioning, settings, denoiser, answer),
@@ -118,7 +123,9 @@ class TritonPythonModel:
                     size=settings.width * settings.height / (limits.default_width * limits.default_height),
                     deadline=time.monotonic() + timeout / 1e6 if timeout else None,
                 )
+                for row in range(conditioning.rows)
             )
+        )
 
     def _find_no_previews(self) -> str | None:
         """Why this model shows no previews; None where it does."""
