@@ -79,6 +79,11 @@ def denoise_model(model: str) -> str:
     return f"{model}_denoise"
 
 
+def vae_decode_model(model: str) -> str:
+    """The stage of an ensemble of ours that decodes."""
+    return f"{model}_vae_decode"
+
+
 def infer_request(
     model: str,
     inputs: Mapping[str, str],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_backend.errors import DiffusionError, invalid
-from diffusion_backend.settings import Settings, check, check_previews
+from diffusion_backend.settings import Settings, check, check_previews, check_trajectory
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
@@ -43,9 +43,15 @@ class TritonPythonModel:
         )
         self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
         batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
-        self._no_previews = self._find_no_previews()
+        self._no_trajectory = self._find_no_trajectory()
+        self._no_previews = self._no_trajectory or self._find_no_previews()
         self._description = json.dumps(
-            {**json.loads(description), "batching": batching, "no_previews": self._no_previews}
+            {
+                **json.loads(description),
+                "batching": batching,
+                "no_previews": self._no_previews,
+                "no_trajectory": self._no_trajectory,
+            }
         )
 
     def execute(self, requests: list[Any]) -> None:
@@ -103,6 +109,7 @@ class TritonPythonModel:
         conditioning = self._conditioning.unpack(common.array_input(request, "conditioning").tobytes())
         settings = check(self._config.limits, conditioning.settings)
         check_previews(settings.partial_images, self._no_previews)
+        check_trajectory(settings.trajectory, self._no_trajectory)
         if conditioning.rows > 1 and request.request_id():
             raise invalid(
                 "conditioning",
@@ -127,10 +134,16 @@ class TritonPythonModel:
             )
         )
 
-    def _find_no_previews(self) -> str | None:
-        """Why this model shows no previews; None where it does."""
+    def _find_no_trajectory(self) -> str | None:
+        """Why this model shows no pictures but the last one; None where it does."""
         if not self._is_decoupled:
             return "this model answers once a request"
+        if not self._previews.steps_once(self._pipe.scheduler):
+            return f"a {type(self._pipe.scheduler).__name__} takes several steps a timestep"
+        return None
+
+    def _find_no_previews(self) -> str | None:
+        """Why this model shows no previews, where it shows its trajectory; None where it does."""
         if self._previews.estimate_of(self._pipe.scheduler) is None:
             return f"a {type(self._pipe.scheduler).__name__} tells no preview"
         return None
@@ -165,9 +178,16 @@ class TritonPythonModel:
         def show(step: int, denoised: Any) -> None:
             self._engine.tell(lambda preview: answer.show(_response(preview)), made(denoised, step))
 
-        steps = self._previews.preview_steps(settings.partial_images, settings.num_inference_steps)
+        count = settings.num_inference_steps
+        steps = (
+            list(range(1, count))
+            if settings.trajectory
+            else self._previews.preview_steps(settings.partial_images, count)
+        )
         if steps:
-            return made(self._previews.run_with_previews(run, denoiser, steps, show))
+            return made(
+                self._previews.run_with_previews(run, denoiser, steps, show, trajectory=settings.trajectory)
+            )
         return made(run(denoiser))
 
 
