@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,29 +12,12 @@ import numpy as np
 from diffusion_backend.errors import DiffusionError, invalid
 from diffusion_backend.quality import Tier, resolve_tier
 from diffusion_backend.stages import common
+from diffusion_backend.stages.decode_batches import Work, group
 from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
 
 
-@dataclass(frozen=True)
-class _Work:
-    """One request's: ``latents`` [1, C, H, W], or [1, C, F, H, W], float32. ``index`` is its place in ``execute``."""
-
-    index: int
-    request_id: str
-    latents: np.ndarray[Any, Any]
-    settings: DecodeSettings
-    tier: Tier
-
-    @property
-    def key(self) -> Any:
-        """What is equal among those that may be decoded as one batch: never that of a lossless one."""
-        if self.tier is Tier.LOSSLESS:
-            return self.index
-        return self.latents.shape, json.dumps(self.settings.decode_arguments, sort_keys=True)
-
-
 class TritonPythonModel:
-    """Decodes what arrives together: lossless one at a time, fast in batches of a shape.
+    """Decodes what arrives together: lossless one at a time; fast, on a GPU, in batches of a shape.
 
     Batched convolutions round differently, and lossless means lossless. ``info`` says which path really ran.
     """
@@ -55,7 +36,9 @@ class TritonPythonModel:
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._scale = int(self._config.parameters["vae_scale_factor"])
-        self._max_rows = float(self._config.parameters["max_batch_rows"])
+        # On a CPU torch's sums depend on the batch, so that a picture would differ with its mates; nor is it faster.
+        is_gpu = self._config.device.type == "cuda"
+        self._max_rows = float(self._config.parameters["max_gpu_batch_rows"]) if is_gpu else 1.0
         self._metrics = DecodeMetrics(self._config.model, self._config.instance)
         self._pipe, description = common.load(self._config, Stage.VAE_DECODE)
         path = fast_path.install(
@@ -68,7 +51,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         responses: list[Any] = [None] * len(requests)
-        works: list[_Work] = []
+        works: list[Work] = []
         for index, request in enumerate(requests):
             try:
                 if common.asks_to_describe(request):
@@ -77,7 +60,8 @@ class TritonPythonModel:
                     works.append(self._read(index, request))
             except Exception as error:
                 responses[index] = common.error_response(error, request.request_id())
-        for batch in self._batches(works):
+        limits = self._config.limits
+        for batch in group(works, self._max_rows * limits.default_width * limits.default_height):
             for work, response in zip(batch, self._answer(batch), strict=True):
                 responses[work.index] = response
         return responses
@@ -93,7 +77,7 @@ class TritonPythonModel:
     def _check_sample(self, files: dict[str, bytes]) -> None:
         parse_decode_settings(common.text_sample("settings", files["settings"]), self._config.limits)
 
-    def _read(self, index: int, request: Any) -> _Work:
+    def _read(self, index: int, request: Any) -> Work:
         settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
         # A preview is decoded all the same: denoise runs yet, and tells of the cancel.
         if settings.is_final and request.request_id() in self._tombstones:
@@ -101,21 +85,9 @@ class TritonPythonModel:
         latents = common.array_input(request, "latents")
         self._check_latents(latents, settings)
         tier = resolve_tier(settings.quality, self._config.limits.default_quality)
-        return _Work(index, request.request_id(), latents, settings, tier)
+        return Work(index, request.request_id(), latents, settings, tier)
 
-    def _batches(self, works: list[_Work]) -> Iterator[list[_Work]]:
-        """Groups of one key, up to ``max_batch_rows`` pictures of the default size."""
-        groups: dict[Any, list[_Work]] = {}
-        for work in works:
-            groups.setdefault(work.key, []).append(work)
-        limits = self._config.limits
-        default = limits.default_width * limits.default_height
-        for group in groups.values():
-            pixels = group[0].settings.width * group[0].settings.height
-            count = max(1, int(self._max_rows * default / pixels))
-            yield from (group[start : start + count] for start in range(0, len(group), count))
-
-    def _answer(self, batch: list[_Work]) -> list[Any]:
+    def _answer(self, batch: list[Work]) -> list[Any]:
         try:
             return self._decode(batch)
         except Exception as error:
@@ -123,7 +95,7 @@ class TritonPythonModel:
                 return [common.error_response(error, batch[0].request_id)]
         return [response for work in batch for response in self._answer([work])]  # whose fault it was
 
-    def _decode(self, batch: list[_Work]) -> list[Any]:
+    def _decode(self, batch: list[Work]) -> list[Any]:
         import torch
 
         started = time.perf_counter()
@@ -138,7 +110,7 @@ class TritonPythonModel:
         self._metrics.decoded(path.value, len(batch), seconds)
         return [self._response(image, work, path, seconds) for image, work in zip(images, batch, strict=True)]
 
-    def _response(self, image: np.ndarray[Any, Any], work: _Work, path: Tier, seconds: float) -> Any:
+    def _response(self, image: np.ndarray[Any, Any], work: Work, path: Tier, seconds: float) -> Any:
         import triton_python_backend_utils as pb_utils
 
         settings = work.settings
