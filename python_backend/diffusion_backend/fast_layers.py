@@ -27,7 +27,7 @@ class GroupNormSiLU(nn.Module):
         if x.is_cuda:
             from diffusion_kernels.group_norm_silu import group_norm_silu
 
-            return group_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu=self.silu)
+            return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
         y: torch.Tensor = norm(x)
         return F.silu(y, inplace=True) if self.silu else y
 
