@@ -14,7 +14,7 @@ from diffusion_backend import cli, conditioning
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
-from diffusion_backend.repository import BuildOptions, add, list_models, remove
+from diffusion_backend.repository import BuildOptions, add, read_model, remove
 from diffusion_backend.settings import ModelLimits
 from safetensors.torch import load_file, save_file
 
@@ -224,7 +224,7 @@ def test_options_reach_the_configurations(tmp_path: Path) -> None:
         default_quality=Tier.FAST,
     )
     add(str(PIPELINE), "tuned", tmp_path, options)
-    limits = list_models(tmp_path)["tuned"]
+    limits = read_model(tmp_path / "tuned")
     assert (limits.dtype, limits.default_quality) == ("bfloat16", Tier.FAST)
     encode, denoise, vae_decode = (
         read_model_config(tmp_path / f"tuned_{stage}").message
@@ -324,3 +324,23 @@ def test_encoders_in_another_dtype_are_warned_of(tmp_path: Path, capsys: pytest.
     for options, warned in (([], True), (["--dtype=float32"], False), (["--device=cpu"], False)):
         assert cli.main([*arguments, *options]) == 0
         assert capsys.readouterr().err.startswith(warning) == warned
+
+
+def test_a_broken_configuration_is_no_other_models_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    config = tmp_path / "broken" / "config.pbtxt"
+    config.write_text(
+        'name: "broken" platform: "ensemble" parameters { key: "pipeline_class" value: { string_value: "X" } }'
+    )
+    arguments = ["--repository", str(tmp_path)]
+    assert cli.main(["add", str(PIPELINE), "--name", "good", *arguments]) == 0
+    assert "good is served from the next start on" in capsys.readouterr().out
+    assert cli.main(["list", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert f"broken: {config}: parameter 'source'" in shown
+    assert "FluxPipeline" in shown
+    assert cli.main(["remove", "good", *arguments]) == 0
+    assert cli.main(["remove", "broken", *arguments]) == 0
+    assert not config.exists()

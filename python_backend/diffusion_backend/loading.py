@@ -85,8 +85,12 @@ def local_folder(source: str) -> Path:
     try:
         return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
     except Exception as error:  # the hub's client has dozens of kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise _unusable(source, f"it is no folder here, and not to be had from the hub: {reason}") from error
+        logger.debug("%s: the hub refused", source, exc_info=error)
+        raise _unusable(
+            source,
+            f"it is no folder here, and the hub has none or cannot be reached ({type(error).__name__}): check the "
+            "name and the network, and for a gated model 'hf auth login'",
+        ) from error
 
 
 def open_pipeline(source: str) -> PipelineFolder:

@@ -137,23 +137,30 @@ def remove(name: str, repository: Path) -> list[Change]:
     Raises:
         DiffusionError: there is no such model.
     """
-    if name not in list_models(repository):
+    if _owner(repository / name) != name or not (repository / name / CONFIG_FILE).exists():
         raise unusable(f"{show(name)} is no model of {repository}", "name")
     return list(_remove(repository, name, keep=set()))
 
 
-def list_models(repository: Path) -> dict[str, ModelLimits]:
-    """The models that ``add`` wrote, by name.
+def list_models(repository: Path) -> dict[str, ModelLimits | str]:
+    """The models that ``add`` wrote, by name; of one that is broken since, what is wrong with it."""
+    models: dict[str, ModelLimits | str] = {}
+    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
+        if _owner(path.parent) == path.parent.name:
+            try:
+                models[path.parent.name] = read_model(path.parent)
+            except ValueError as error:
+                models[path.parent.name] = f"{path}: {error}"
+    return models
+
+
+def read_model(ensemble: Path) -> ModelLimits:
+    """The model whose ensemble is in this folder.
 
     Raises:
-        ValueError: a configuration is not valid.
+        ValueError: its configuration is not valid.
     """
-    models = {}
-    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
-        config = read_model_config(path.parent)
-        if config.is_ensemble and "pipeline_class" in config.parameters:
-            models[path.parent.name] = parse_limits(config.parameters)
-    return models
+    return parse_limits(read_model_config(ensemble).parameters)
 
 
 def _check_options(options: BuildOptions) -> None:
