@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from openai_adapter.errors import RETRY_AFTER_SECONDS
+from openai_adapter.errors import unavailable
 from openai_adapter.registry import Registry
 
 
@@ -32,16 +32,9 @@ def routes(registry: Registry) -> APIRouter:
         details = {} if is_stranger else {"models": models}
         if registry.problem is None:
             return JSONResponse({"status": "ready", **details})
-        error = {
-            "message": "the server is not ready" if is_stranger else registry.problem,
-            "type": "server_error",
-            "param": None,
-            "code": "not_ready",
-        }
+        error = unavailable("the server is not ready" if is_stranger else registry.problem, "not_ready")
         return JSONResponse(
-            {"status": "not_ready", **details, "error": error},
-            503,
-            {"Retry-After": str(RETRY_AFTER_SECONDS)},
+            {"status": "not_ready", **details, **error.to_envelope()}, error.status, error.headers
         )
 
     return router

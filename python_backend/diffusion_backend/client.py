@@ -31,6 +31,7 @@ from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
+from diffusion_backend.stage_names import Stage, stage_model
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class Generation:
 
 def denoise_model(model: str) -> str:
     """The stage of an ensemble of ours that takes cancels."""
-    return f"{model}_denoise"
+    return stage_model(model, Stage.DENOISE)
 
 
 def infer_request(

@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 
 from diffusion_backend import oddities
 from diffusion_backend.errors import DiffusionError, show, unusable
+from diffusion_backend.stage_names import Stage as Stage
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
@@ -34,14 +34,6 @@ def quiet_libraries() -> None:
     for library in (diffusers.utils.logging, transformers.logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
-
-
-class Stage(StrEnum):
-    """The three stages, named as their Triton models are."""
-
-    ENCODE = "encode"
-    DENOISE = "denoise"
-    VAE_DECODE = "vae_decode"
 
 
 @dataclass(frozen=True)

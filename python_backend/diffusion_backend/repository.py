@@ -22,10 +22,11 @@ from diffusion_backend.defaults import derive_limits
 from diffusion_backend.dry_runs import DryRuns
 from diffusion_backend.errors import DiffusionError, show, unusable
 from diffusion_backend.inspection import inspect_pipeline
-from diffusion_backend.loading import PipelineFolder, Stage
+from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, parse_limits, parse_size
+from diffusion_backend.stage_names import Stage, stage_model
 from diffusion_backend.warmup import Sample, Warmup, build_warmup
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         f"{name}/1/.gitkeep": b"",
     }
     for stage, config in configs.items():
-        folder = f"{name}_{stage.value}"
+        folder = stage_model(name, stage)
         files[f"{folder}/{CONFIG_FILE}"] = config.encode()
         files[f"{folder}/1/model.py"] = (
             f"from diffusion_backend.stages.{stage.value} import TritonPythonModel  # noqa: F401\n".encode()
@@ -274,7 +275,7 @@ def _sample_file(sample: Sample, tensor: str) -> str:
 
 
 def _stage_folders(repository: Path, name: str) -> list[Path]:
-    return [repository / f"{name}_{stage.value}" for stage in Stage]
+    return [repository / stage_model(name, stage) for stage in Stage]
 
 
 def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Change]:

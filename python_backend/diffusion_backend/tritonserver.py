@@ -18,6 +18,7 @@ from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
 from diffusion_backend.client import ADMIN_KEY_HEADER
 from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
+from diffusion_backend.process_identity import start_time
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 from diffusion_backend.settings import parse_limits
 from diffusion_backend.shared_memory import require_room
@@ -279,25 +280,18 @@ def remove_stale_regions() -> None:
     pattern = re.compile(rf"{_REGION_PREFIX}_(\d+)_(\d+)_(\d+)_")
     for region in guard.SHARED_MEMORY.glob(f"{_REGION_PREFIX}_*"):
         owner = pattern.match(region.name)
-        if owner and int(owner[1]) == _pid_namespace() and _start_time(int(owner[2])) != int(owner[3]):
+        if owner and int(owner[1]) == _pid_namespace() and start_time(int(owner[2])) != int(owner[3]):
             region.unlink(missing_ok=True)
 
 
 def _region_prefix() -> str:
     # The start time tells this process from a later one with the same id.
     pid = os.getpid()
-    return f"{_REGION_PREFIX}_{_pid_namespace()}_{pid}_{_start_time(pid)}_{secrets.token_hex(4)}_"
+    return f"{_REGION_PREFIX}_{_pid_namespace()}_{pid}_{start_time(pid)}_{secrets.token_hex(4)}_"
 
 
 def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _start_time(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
 
 
 def _ensembles(repository: Path) -> list[str]:

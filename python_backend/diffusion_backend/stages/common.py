@@ -22,7 +22,7 @@ from diffusion_backend.settings import ModelLimits, parse_limits
 if TYPE_CHECKING:
     import torch
 
-    from diffusion_backend.loading import Stage
+    from diffusion_backend.stage_names import Stage
 
 logger = logging.getLogger("diffusion_backend")
 
