@@ -255,10 +255,10 @@ class AsyncDiffusionClient:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close, when what was cancelled has ended."""
+    async def close(self, drain_seconds: float = _DRAIN_SECONDS) -> None:
+        """Close, when what was cancelled has ended, or after ``drain_seconds``."""
         if self._reading:
-            await asyncio.wait(self._reading, timeout=_DRAIN_SECONDS)
+            await asyncio.wait(self._reading, timeout=drain_seconds)
         await self._channel.close()
         await self.triton.close()
 

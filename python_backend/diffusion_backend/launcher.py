@@ -25,7 +25,7 @@ from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.processes import LaunchError, ManagedProcess, check_port
 from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts, TritonServer, http_status
 
-_ADAPTER_PATIENCE_SECONDS = 60  # it lets running requests end, for 30 s unless it is told otherwise
+ADAPTER_PATIENCE_SECONDS = 60  # more than the adapter takes: see docs/operations.md, "Stopping"
 _STILL_WAITING_SECONDS = 60
 _POLL_SECONDS = 0.2
 
@@ -99,7 +99,7 @@ class Adapter:
             ],
             log=self.log,
             environment={**os.environ, "OPENAI_ADAPTER_TRITON_ADMIN_KEY": self.triton.admin_key},
-            patience=_ADAPTER_PATIENCE_SECONDS,
+            patience=ADAPTER_PATIENCE_SECONDS,
         )
 
     def is_ready(self) -> bool:

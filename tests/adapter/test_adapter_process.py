@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from adapter_process import AdapterProcess
+from openai_adapter.triton import CLOSE_SECONDS
 from tcp_link import TcpLink
 
 from tests.running_server import RunningServer
@@ -72,7 +73,9 @@ def test_requests_that_outlast_the_shutdown_are_told(
             body = {"prompt": "a fox"}
             answer = pool.submit(httpx.post, adapter.url + GENERATIONS, json=body, timeout=60)
             time.sleep(0.2)
+            told = time.monotonic()
             assert adapter.stop() == 0
+            assert time.monotonic() - told < 1 + CLOSE_SECONDS + 10  # a server that cancels nothing, at that
             assert answer.result().status_code == 503
             assert answer.result().json()["error"]["code"] == "shutting_down"
 

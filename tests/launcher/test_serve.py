@@ -122,7 +122,7 @@ def test_one_port_for_two_is_refused(model_repository: Path, tmp_path: Path) -> 
         (["--", "more"], "more"),
     ],
 )
-def test_wrongserve_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_wrong_serve_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
     result = _run(*serve_arguments(tmp_path, tmp_path / "data", free_ports(4)), *arguments)
     assert result.returncode != 0
     assert words in result.stderr
