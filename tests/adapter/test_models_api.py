@@ -72,7 +72,7 @@ def test_unknown(client: openai.OpenAI, name: str) -> None:
 
 
 def test_health(server: RunningServer) -> None:
-    for path, status in (("/health/live", "live"), ("/health", "ready")):
+    for path, status in (("/health/live", "live"), ("/health", "ready"), ("/health/serving", "serving")):
         answer = httpx.get(server.adapter_url + path)
         assert (answer.status_code, answer.json()["status"]) == (200, status)
         assert answer.headers["x-request-id"]

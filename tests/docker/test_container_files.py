@@ -171,7 +171,9 @@ def test_services_are_healthy_before_they_are_used_and_have_time_to_stop() -> No
     for service in (triton, adapter):
         assert service["restart"] == "unless-stopped"
         assert service["init"] is True
-        assert "healthcheck" not in service  # the images' own hold
+    assert "healthcheck" not in triton  # the image's own holds
+    port = Settings.model_fields["port"].default
+    assert f"'http://127.0.0.1:{port}/health/serving'" in adapter["healthcheck"]["test"][-1]
 
 
 def test_triton_gets_the_gpus_and_shared_memory() -> None:
