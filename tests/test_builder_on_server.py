@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -154,6 +157,46 @@ def failure_of(folder: Path) -> str:
         return str(caught.value)
     finally:
         triton.stop()
+
+
+def test_stages_load_the_commit_that_was_added(tmp_path: Path) -> None:
+    """From a cache of the hub's, in which the model has a newer commit without weights by now."""
+    model = tmp_path / "home/hub/models--org--emoji"
+    shutil.copytree(PIPELINE, model / "snapshots" / ("1" * 40))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1" * 40)
+    hub = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+
+    def add_again() -> subprocess.CompletedProcess[str]:
+        # A process of its own: the hub's client reads its environment when it is imported.
+        command = [
+            str(Path(sys.executable).with_name("triton-diffusion")),
+            "add",
+            "org/emoji",
+            "--name",
+            "hub",
+        ]
+        return subprocess.run(
+            [*command, "--no-warmup", "--repository", str(tmp_path / "repository")],
+            env={**os.environ, **hub},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    assert add_again().returncode == 0
+    shutil.copytree(
+        PIPELINE, model / "snapshots" / ("2" * 40), ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    (model / "refs/main").write_text("2" * 40)
+    assert "it has no weights" in add_again().stderr
+    triton = TritonServer(
+        tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30, environment=hub
+    )
+    with triton, DiffusionClient(triton.grpc_url) as client:
+        assert client.limits("hub").source_revision == "1" * 40
+        assert client.generate("hub", PROMPT, num_inference_steps=2).images.shape == (64, 64, 3)
 
 
 def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusion_backend import cli, conditioning
 from diffusion_backend.errors import DiffusionError
+from diffusion_backend.loading import open_pipeline
 from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
 from diffusion_backend.repository import BuildOptions, add, list_models, remove
@@ -74,6 +75,7 @@ def test_limits_come_from_the_pipeline_and_its_generation_config(rebuilt: Path) 
     assert (limits.default_width, limits.size_multiple, limits.max_width) == (64, 8, 128)
     assert (limits.guidance_argument, limits.default_guidance_scale) == ("true_cfg_scale", 2.0)
     assert limits.call_arguments == {"max_sequence_length": 16}
+    assert limits.source_revision is None  # a local folder has none
 
 
 def test_adding_again_changes_nothing_and_says_so(rebuilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +197,37 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DiffusionError, match="'org/none' cannot be served: it is no folder here"):
         add("org/none", "x", tmp_path)
+
+
+def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = "1" * 40
+
+    def download(_source: str, *, revision: str | None, **_: object) -> Path:
+        snapshot = tmp_path / "hub/snapshots" / (revision or newest)
+        if not snapshot.exists():
+            shutil.copytree(PIPELINE, snapshot)
+        return snapshot
+
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", download)
+    arguments = ["--repository", str(tmp_path / "repository")]
+    for newest in ("1" * 40, "2" * 40):
+        assert cli.main(["add", "org/emoji", "--name", "m", *arguments]) == 0
+        limits = list_models(tmp_path / "repository")["m"]
+        assert (limits.source, limits.source_revision) == ("org/emoji", newest)
+        capsys.readouterr()
+        assert cli.main(["list", *arguments]) == 0
+        assert capsys.readouterr().out.endswith(f" from org/emoji at {newest}\n")
+    assert open_pipeline("org/emoji", "1" * 40).folder.name == "1" * 40
+
+
+def test_a_revision_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        DiffusionError, match=r"'org/none' cannot be served: .* its revision v2 is not to be had"
+    ):
+        open_pipeline("org/none", "v2")
 
 
 @pytest.mark.parametrize("name", ["emoji-flux_encode", "emoji-flux_denoise"])

@@ -35,6 +35,7 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "created": limits.created,
         "owned_by": "triton-diffusion",
         "root": limits.hub_id or model.name,
+        "source_revision": limits.source_revision,
         "pipeline_name": limits.pipeline_class,
         "pipeline_class": limits.pipeline_class,
         "task_type": limits.task,

@@ -100,8 +100,9 @@ def _add(args: argparse.Namespace) -> int:
     )
     changes = add(args.source, args.name, args.repository, options)
     if args.dtype == "auto" and args.device != "cpu":
-        source = list_models(args.repository)[args.name].source
-        _warn_of_mixed_dtypes(open_pipeline(resolve_source(source, args.repository / args.name)))
+        limits = list_models(args.repository)[args.name]
+        source = resolve_source(limits.source, args.repository / args.name)
+        _warn_of_mixed_dtypes(open_pipeline(source, limits.source_revision))
     _print_changes(args.repository, changes)
     if all(change.what == "unchanged" for change in changes):
         print(f"{args.name} was up to date")
@@ -143,10 +144,11 @@ def _list(args: argparse.Namespace) -> int:
     from diffusion_backend.repository import list_models
 
     for name, limits in list_models(args.repository).items():
+        revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
             f"{limits.default_width}x{limits.default_height} {limits.default_num_inference_steps} steps, "
-            f"from {limits.source}"
+            f"from {limits.source}{revision}"
         )
     return 0
 

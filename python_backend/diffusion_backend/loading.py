@@ -55,17 +55,25 @@ class Component:
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """A diffusers pipeline on disk: its class and its torch modules."""
+    """A diffusers pipeline on disk: its class and its torch modules.
+
+    ``source_revision`` is the commit that was downloaded; None for a local folder.
+    """
 
     folder: Path
     pipeline_class: type[DiffusionPipeline]
     modules: list[Component]
+    source_revision: str | None = None
 
 
-def local_folder(source: str) -> Path:
+def local_folder(source: str, revision: str | None = None) -> Path:
     """The folder of ``source``: a local path, or a hub id (``org/name``) that is downloaded to the hub's cache.
 
-    Only safetensors are fetched and no remote code is run.
+    ``revision`` of a hub id: a commit, branch or tag; None is the newest. Only safetensors are fetched and no remote
+    code is run.
+
+    Raises:
+        DiffusionError: there is no such folder, and the hub has no such model or cannot be reached.
     """
     path = Path(source)
     if path.is_dir():
@@ -75,19 +83,26 @@ def local_folder(source: str) -> Path:
     if path.is_absolute() or source.startswith("."):
         raise _unusable(source, "there is no such folder")
     try:
-        return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+        return Path(
+            DiffusionPipeline.download(
+                source, revision=revision, use_safetensors=True, trust_remote_code=False
+            )
+        )
     except Exception as error:  # the hub's client has dozens of kinds
         reason = str(error).strip().partition("\n")[0]
-        raise _unusable(source, f"it is no folder here, and not to be had from the hub: {reason}") from error
+        what = f"its revision {revision} is not" if revision else "not"
+        raise _unusable(
+            source, f"it is no folder here, and {what} to be had from the hub: {reason}"
+        ) from error
 
 
-def open_pipeline(source: str) -> PipelineFolder:
-    """Read ``model_index.json`` without loading anything.
+def open_pipeline(source: str, revision: str | None = None) -> PipelineFolder:
+    """Read ``model_index.json`` without loading anything; ``revision`` of a hub id, as in ``local_folder``.
 
     Raises:
         DiffusionError: the folder is no diffusers pipeline, or names a class that is not installed.
     """
-    folder = local_folder(source)
+    folder = local_folder(source, revision)
     if not (folder / "model_index.json").is_file():
         raise _unusable(source, "it has no model_index.json, so it is no diffusers pipeline")
     try:
@@ -117,7 +132,9 @@ def open_pipeline(source: str) -> PipelineFolder:
             raise _unusable(
                 source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split"
             )
-    return PipelineFolder(folder, pipeline_class, modules)
+    # The hub's client names the folder of a download by its commit.
+    commit = None if Path(source).is_dir() else folder.name
+    return PipelineFolder(folder, pipeline_class, modules, commit)
 
 
 def load_stage(

@@ -34,6 +34,7 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     card = client.models.retrieve(MODEL).model_dump()
     assert (card["id"], card["object"], card["owned_by"]) == (MODEL, "model", "triton-diffusion")
     assert (card["created"], card["root"]) == (limits.created, "emoji-flux")
+    assert card["source_revision"] is None
     assert card["pipeline_class"] == card["pipeline_name"] == "FluxPipeline"
     assert card["task_type"] == limits.task
     assert (card["default_size"], card["max_size"], card["size_multiple"]) == ("64x64", "128x128", 8)
