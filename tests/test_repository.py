@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -304,6 +307,49 @@ def test_options_that_cannot_be(tmp_path: Path, options: BuildOptions, words: st
     with pytest.raises(DiffusionError, match=words):
         add(str(PIPELINE), "x", tmp_path, options)
     assert list(tmp_path.iterdir()) == []
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file, with its content, and every folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_a_folder_in_the_place_of_a_file_changes_nothing(tmp_path: Path) -> None:
+    add(str(PIPELINE), "m", tmp_path)
+    (tmp_path / "m_vae_decode/1/model.py").unlink()
+    (tmp_path / "m_vae_decode/1/model.py").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(DiffusionError, match=r"stays as it was: not all of 'm' could be .*1/model\.py"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", [0, 3, 7])
+def test_an_add_or_remove_that_fails_halfway_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    """The disk is full, or a folder not writable, once some files have been moved."""
+    add(str(PIPELINE), "m", tmp_path, BuildOptions(warmup_sizes=("128x64",)))
+    before = tree(tmp_path)
+    replace, calls = os.replace, itertools.count()
+
+    def replace_until_full(source: Path, target: Path) -> None:
+        if next(calls) == moved:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_until_full)
+    # Files that are new, that change, and that are no longer needed.
+    with pytest.raises(DiffusionError, match=r"stays as it was: .*No space left on device"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2, warmup_sizes=("64x128",)))
+    assert tree(tmp_path) == before
+    calls = itertools.count()
+    with pytest.raises(DiffusionError, match="No space left on device"):
+        remove("m", tmp_path)
+    assert tree(tmp_path) == before
 
 
 def test_remove_takes_what_add_wrote_and_no_weights(tmp_path: Path) -> None:

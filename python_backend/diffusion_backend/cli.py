@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from diffusion_backend.errors import DiffusionError
 
 if TYPE_CHECKING:
+    from diffusion_backend.file_changes import Change
     from diffusion_backend.loading import PipelineFolder
-    from diffusion_backend.repository import Change
 
 
 def main(argv: list[str] | None = None) -> int:
