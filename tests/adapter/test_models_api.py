@@ -41,6 +41,8 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     assert (card["default_num_inference_steps"], card["default_guidance_scale"]) == (20, 2.0)
     assert {"auto", "lossless", "low"} <= set(card["qualities"])
     assert card["fast_path"]["state"] == "not_installed"
+    assert (card["batching"]["enabled"], card["batching"]["joined"]) == (True, True)
+    assert 0 <= card["batching"]["difference"] <= card["batching"]["tolerance"] == 1e-3
     assert "num_gpus" not in card
 
 
