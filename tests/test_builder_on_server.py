@@ -36,10 +36,16 @@ PROMPT = "a fox on a blue background"
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with one unary model of two instances, warmed at a second size and a batch."""
+    """A server with a unary model of two instances, warmed at a second size and a batch, and a model that streams.
+
+    The second has two instances of VAE decode, as on two GPUs.
+    """
     folder = tmp_path_factory.mktemp("unary")
     options = BuildOptions(unary=True, instances=2, warmup_sizes=("128x64",), warmup_batches=(2,))
     add(str(PIPELINE), "unary", folder / "repository", options)
+    add(str(PIPELINE), "streaming", folder / "repository", BuildOptions(warmup=False))
+    config = folder / "repository/streaming_vae_decode/config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
     with TritonServer(folder / "repository", data_dir=folder / "data", exit_timeout=30) as triton:
         yield triton
 
@@ -91,6 +97,16 @@ def test_our_client_and_the_adapter_serve_both_kinds(triton: TritonServer) -> No
         assert len(answer.data) == 2
     finally:
         assert adapter.stop()
+
+
+def test_previews_stay_in_order_where_vae_decode_has_several_instances(triton: TritonServer) -> None:
+    with DiffusionClient(triton.grpc_url) as client, ThreadPoolExecutor(4) as pool:
+
+        def steps(seed: int) -> list[int]:
+            shown = client.stream("streaming", PROMPT, seed=seed, num_inference_steps=4, partial_images=3)
+            return [generation.info["step"] for generation in shown]
+
+        assert list(pool.map(steps, range(16))) == [[1, 2, 3, 4]] * 16
 
 
 def test_every_instance_was_warmed(triton: TritonServer) -> None:

@@ -143,10 +143,10 @@ def limits_from_config(config: Any) -> ModelLimits:
 
 
 def require_final(last: Generation | None) -> Generation:
-    """The finished picture, which is the last one that a request's stream gave.
+    """``last`` if it is the finished picture of a request.
 
     Raises:
-        DiffusionError: UNAVAILABLE, the stream ended before it.
+        DiffusionError: UNAVAILABLE, the stream ended before there was one.
     """
     if last is None or not last.info["is_final"]:
         raise DiffusionError("the server ended the request without a picture", status=Status.UNAVAILABLE)
@@ -275,11 +275,12 @@ class AsyncDiffusionClient:
         Raises:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
-        last: Generation | None = None
+        final: Generation | None = None
         async with aclosing(self.stream(model, prompt, **request)) as generations:
             async for generation in generations:
-                last = generation
-        return require_final(last)
+                if generation.info["is_final"]:
+                    final = generation
+        return require_final(final)
 
     async def stream(
         self,

@@ -77,7 +77,11 @@ ensemble_scheduling {{
 
 @dataclass(frozen=True)
 class Instances:
-    """How many instances of a stage run, and where: KIND_AUTO, KIND_CPU or KIND_GPU."""
+    """How many instances of a stage run, and where: KIND_AUTO, KIND_CPU or KIND_GPU.
+
+    ``count`` is for each GPU. (KIND_AUTO cannot name some of them, as ``gpus: [ 0 ]``: where there is none, Triton
+    makes it KIND_CPU, and refuses that with GPUs.)
+    """
 
     count: int
     kind: str
@@ -143,8 +147,9 @@ def denoise(
 def vae_decode(
     name: str, latents_shape: tuple[int, ...], vae_scale_factor: int, kind: str, warmup: list[Sample]
 ) -> str:
-    """The VAE decode stage of ``name``. One instance: responses of several could overtake each other.
+    """The VAE decode stage of ``name``, one instance on each device.
 
+    Where there are several, ``preserve_ordering`` keeps a preview from being overtaken by the picture.
     ``vae_scale_factor`` is how many pixels wide a latent is.
     """
     dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
