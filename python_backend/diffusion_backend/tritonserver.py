@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 # What a stranger on this machine must not do: replace models (which runs code), map memory, change logs.
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 _REGION_PREFIX = "triton_diffusion"
-_LOST_REQUESTS_PATIENCE_SECONDS = 10.0
+LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -88,6 +88,7 @@ class TritonServer:
         self._process: ManagedProcess | None = None
         self._to_load = set(self.models)
         self._requests_lost = False
+        self.was_cut_short = False  # stop() killed it, as it would have waited for requests that were lost
 
     def pipelines(self) -> list[str]:
         """The ensembles that are ours; an operator may have others beside them."""
@@ -190,12 +191,14 @@ class TritonServer:
         """Stop it with all its stubs; returns whether it ended in order. Without a start: nothing to do."""
         if self._process is None:
             return True
-        if self._requests_lost:
-            # It would wait for them until its exit timeout, and then end with an error.
-            end = time.monotonic() + _LOST_REQUESTS_PATIENCE_SECONDS
-            self._process.stop(lambda: hurry() or time.monotonic() > end)
-            return True
-        return self._process.stop(hurry)
+        if not self._requests_lost:
+            return self._process.stop(hurry)
+        # It would wait for the lost requests until its exit timeout, and then end with an error. Nothing tells them
+        # from others that still run.
+        end = time.monotonic() + LOST_REQUESTS_PATIENCE_SECONDS
+        in_order = self._process.stop(lambda: hurry() or time.monotonic() > end)
+        self.was_cut_short = not in_order and time.monotonic() > end
+        return in_order
 
     def __enter__(self) -> Self:
         self.start()
