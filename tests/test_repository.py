@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from diffusion_backend import cli, conditioning
 from diffusion_backend.errors import DiffusionError
+from diffusion_backend.loading import open_pipeline
 from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
 from diffusion_backend.repository import BuildOptions, add, read_model, remove
@@ -74,6 +78,7 @@ def test_limits_come_from_the_pipeline_and_its_generation_config(rebuilt: Path) 
     assert (limits.default_width, limits.size_multiple, limits.max_width) == (64, 8, 128)
     assert (limits.guidance_argument, limits.default_guidance_scale) == ("true_cfg_scale", 2.0)
     assert limits.call_arguments == {"max_sequence_length": 16}
+    assert limits.source_revision is None  # a local folder has none
 
 
 def test_adding_again_changes_nothing_and_says_so(rebuilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +202,37 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(
         add("org/none", "x", tmp_path)
 
 
+def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = "1" * 40
+
+    def download(_source: str, *, revision: str | None, **_: object) -> Path:
+        snapshot = tmp_path / "hub/snapshots" / (revision or newest)
+        if not snapshot.exists():
+            shutil.copytree(PIPELINE, snapshot)
+        return snapshot
+
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", download)
+    arguments = ["--repository", str(tmp_path / "repository")]
+    for newest in ("1" * 40, "2" * 40):
+        assert cli.main(["add", "org/emoji", "--name", "m", *arguments]) == 0
+        limits = read_model(tmp_path / "repository/m")
+        assert (limits.source, limits.source_revision) == ("org/emoji", newest)
+        capsys.readouterr()
+        assert cli.main(["list", *arguments]) == 0
+        assert capsys.readouterr().out.endswith(f" from org/emoji at {newest}\n")
+    assert open_pipeline("org/emoji", "1" * 40).folder.name == "1" * 40
+
+
+def test_a_revision_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        DiffusionError, match=r"'org/none' cannot be served: .* its revision v2 is not to be had"
+    ):
+        open_pipeline("org/none", "v2")
+
+
 @pytest.mark.parametrize("name", ["emoji-flux_encode", "emoji-flux_denoise"])
 def test_a_name_that_is_anothers_stage(rebuilt: Path, name: str) -> None:
     with pytest.raises(DiffusionError, match=f"{name} in .* belongs to emoji-flux"):
@@ -271,6 +307,49 @@ def test_options_that_cannot_be(tmp_path: Path, options: BuildOptions, words: st
     with pytest.raises(DiffusionError, match=words):
         add(str(PIPELINE), "x", tmp_path, options)
     assert list(tmp_path.iterdir()) == []
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file, with its content, and every folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_a_folder_in_the_place_of_a_file_changes_nothing(tmp_path: Path) -> None:
+    add(str(PIPELINE), "m", tmp_path)
+    (tmp_path / "m_vae_decode/1/model.py").unlink()
+    (tmp_path / "m_vae_decode/1/model.py").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(DiffusionError, match=r"stays as it was: not all of 'm' could be .*1/model\.py"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", [0, 3, 7])
+def test_an_add_or_remove_that_fails_halfway_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    """The disk is full, or a folder not writable, once some files have been moved."""
+    add(str(PIPELINE), "m", tmp_path, BuildOptions(warmup_sizes=("128x64",)))
+    before = tree(tmp_path)
+    replace, calls = os.replace, itertools.count()
+
+    def replace_until_full(source: Path, target: Path) -> None:
+        if next(calls) == moved:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_until_full)
+    # Files that are new, that change, and that are no longer needed.
+    with pytest.raises(DiffusionError, match=r"stays as it was: .*No space left on device"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2, warmup_sizes=("64x128",)))
+    assert tree(tmp_path) == before
+    calls = itertools.count()
+    with pytest.raises(DiffusionError, match="No space left on device"):
+        remove("m", tmp_path)
+    assert tree(tmp_path) == before
 
 
 def test_remove_takes_what_add_wrote_and_no_weights(tmp_path: Path) -> None:

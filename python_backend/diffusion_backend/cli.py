@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from diffusion_backend.errors import DiffusionError
 
 if TYPE_CHECKING:
+    from diffusion_backend.file_changes import Change
     from diffusion_backend.loading import PipelineFolder
-    from diffusion_backend.repository import Change
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,7 +102,9 @@ def _add(args: argparse.Namespace) -> int:
     _print_changes(args.repository, changes)
     if args.dtype == "auto" and args.device != "cpu":
         ensemble = args.repository / args.name
-        _warn_of_mixed_dtypes(open_pipeline(resolve_source(read_model(ensemble).source, ensemble)))
+        limits = read_model(ensemble)
+        source = resolve_source(limits.source, ensemble)
+        _warn_of_mixed_dtypes(open_pipeline(source, limits.source_revision))
     if all(change.what == "unchanged" for change in changes):
         print(f"{args.name} was up to date")
     else:
@@ -151,10 +153,11 @@ def _list(args: argparse.Namespace) -> int:
         if isinstance(limits, str):
             print(f"{name:<24} broken: {limits}")
             continue
+        revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
             f"{limits.default_width}x{limits.default_height} {limits.default_num_inference_steps} steps, "
-            f"from {limits.source}"
+            f"from {limits.source}{revision}"
         )
     return 1 if any(isinstance(limits, str) for limits in models.values()) else 0
 

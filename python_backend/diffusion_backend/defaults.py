@@ -60,6 +60,7 @@ def derive_limits(
         raise unusable(f"{GENERATION_CONFIG} has {unknown}, which the pipeline does not take")
     fields: dict[str, Any] = {
         "source": source,
+        "source_revision": pipeline.source_revision,
         "pipeline_class": pipeline.pipeline_class.__name__,
         "task": "text-to-image",
         "created": created,

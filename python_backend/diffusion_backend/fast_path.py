@@ -78,7 +78,9 @@ def install(
     )
     if psnr_db < min_psnr_db:
         remove_vae_fast_path_gate(vae)
-        reason = f"its pictures have a PSNR of {psnr_db:.1f} dB against lossless ones; required: {min_psnr_db:g}"
+        reason = (
+            f"its pictures have a PSNR of {psnr_db:.1f} dB against lossless ones; required: {min_psnr_db:g}"
+        )
         return _refuse(replace(measured, state="refused", reason=reason, bytes=0))
     logger.info("fast VAE decoder installed: %s", measured)
     return measured

@@ -23,9 +23,16 @@ from typing import Any, Self
 from diffusion_backend.healing import Healer
 from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.processes import LaunchError, ManagedProcess, check_port
-from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts, TritonServer, http_status
+from diffusion_backend.tritonserver import (
+    CHECKOUT,
+    LOOPBACK,
+    LOST_REQUESTS_PATIENCE_SECONDS,
+    TritonPorts,
+    TritonServer,
+    http_status,
+)
 
-_ADAPTER_PATIENCE_SECONDS = 60  # it lets running requests end, for 30 s unless it is told otherwise
+ADAPTER_PATIENCE_SECONDS = 60  # more than the adapter takes: see docs/operations.md, "Stopping"
 _STILL_WAITING_SECONDS = 60
 _POLL_SECONDS = 0.2
 
@@ -107,7 +114,7 @@ class Adapter:
             ],
             log=self.log,
             environment={**os.environ, "OPENAI_ADAPTER_TRITON_ADMIN_KEY": self.triton.admin_key},
-            patience=_ADAPTER_PATIENCE_SECONDS,
+            patience=ADAPTER_PATIENCE_SECONDS,
         )
 
     def is_ready(self) -> bool:
@@ -309,6 +316,12 @@ def _run(server: Server, signals: _StopSignals) -> int:
         orderly = server.stop(signals.hurry)
     if not orderly:
         _say("stopped, but not in order: something had to be killed, or requests were still running")
+    if server.triton.was_cut_short:
+        _say(
+            f"tritonserver was killed {LOST_REQUESTS_PATIENCE_SECONDS:g} s after it was told to stop: a stage's "
+            "process had died, and Triton waits for the requests that were lost with it; those that still ran "
+            "were cut off"
+        )
     return 0 if orderly else 1
 
 
