@@ -9,11 +9,13 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from diffusion_backend import cli, conditioning
+from diffusion_backend import repository as repository_module
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.loading import open_pipeline
 from diffusion_backend.model_config import list_ensembles, read_model_config
@@ -228,7 +230,8 @@ def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
 def test_a_revision_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        DiffusionError, match=r"'org/none' cannot be served: .* its revision v2 is not to be had"
+        DiffusionError,
+        match=r"'org/none' cannot be served: .* the hub has no revision v2 of it or cannot be reached",
     ):
         open_pipeline("org/none", "v2")
 
@@ -423,3 +426,25 @@ def test_a_broken_configuration_is_no_other_models_matter(
     assert cli.main(["remove", "good", *arguments]) == 0
     assert cli.main(["remove", "broken", *arguments]) == 0
     assert not config.exists()
+
+
+def test_two_changes_at_once_leave_one_of_the_two(tmp_path: Path) -> None:
+    """Never the configuration of one with the warmup files of the other."""
+    choices = [
+        {
+            f"m_{stage}/{file}": f"{choice}".encode()
+            for stage in ("encode", "denoise", "vae_decode")
+            for file in ("config.pbtxt", *(f"warmup/{choice} {number}" for number in range(10)))
+        }
+        for choice in ("one", "other")
+    ]
+    for number in range(30):
+        repository = tmp_path / str(number)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(repository_module._install, ["m"] * 2, [repository] * 2, choices))
+        found = {
+            str(path.relative_to(repository)): path.read_bytes()
+            for path in repository.rglob("*")
+            if path.is_file()
+        }
+        assert found in choices

@@ -7,7 +7,9 @@ runs through the same seams that serve requests.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -281,16 +283,29 @@ def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Chang
         repository.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unusable(f"{repository} cannot be a model repository: {error.strerror}", "repository") from None
-    stale = [path for path in _written_files(name, repository) if path not in files]
-    try:
-        changes = change_files(repository, files, stale)
-    except OSError as error:
-        raise unusable(
-            f"{repository} stays as it was: not all of {show(name)} could be changed ({error})", "repository"
-        ) from error
-    for folder in (repository / name, *_stage_folders(repository, name)):
-        _remove_empty(folder)
+    with _locked(repository):
+        stale = [path for path in _written_files(name, repository) if path not in files]
+        try:
+            changes = change_files(repository, files, stale)
+        except OSError as error:
+            raise unusable(
+                f"{repository} stays as it was: not all of {show(name)} could be changed ({error})",
+                "repository",
+            ) from error
+        for folder in (repository / name, *_stage_folders(repository, name)):
+            _remove_empty(folder)
     return [change for change in changes if change.path.suffix != ".pyc"]
+
+
+@contextlib.contextmanager
+def _locked(repository: Path) -> Iterator[None]:
+    """One at a time: two commands that change a model at once must not leave a mix of both."""
+    folder = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _written_files(name: str, repository: Path) -> list[str]:
