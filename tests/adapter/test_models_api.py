@@ -40,7 +40,7 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     assert (card["default_size"], card["max_size"], card["size_multiple"]) == ("64x64", "128x128", 8)
     assert (card["default_num_inference_steps"], card["default_guidance_scale"]) == (20, 2.0)
     assert {"auto", "lossless", "low"} <= set(card["qualities"])
-    assert card["fast_path"]["state"] == "not_installed"
+    assert card["fast_path"]["state"] == "installed"
     assert (card["batching"]["enabled"], card["batching"]["joined"]) == (True, True)
     assert 0 <= card["batching"]["difference"] <= card["batching"]["tolerance"] == 1e-3
     assert "num_gpus" not in card
