@@ -41,6 +41,6 @@ def test_the_picture_is_told_by_is_final_not_by_its_place() -> None:
 
 @pytest.mark.parametrize("answers", [(), (PREVIEW,)])
 def test_a_stream_without_a_picture(answers: tuple[Generation, ...]) -> None:
-    with pytest.raises(DiffusionError, match="without a picture") as caught:
+    with pytest.raises(DiffusionError, match="was cancelled") as caught:
         generate(*answers)
-    assert caught.value.status is Status.UNAVAILABLE
+    assert caught.value.status is Status.CANCELLED
