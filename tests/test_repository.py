@@ -9,16 +9,18 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from diffusion_backend import cli, conditioning
+from diffusion_backend import repository as repository_module
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.loading import open_pipeline
 from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
-from diffusion_backend.repository import BuildOptions, add, list_models, remove
+from diffusion_backend.repository import BuildOptions, add, read_model, remove
 from diffusion_backend.settings import ModelLimits
 from safetensors.torch import load_file, save_file
 
@@ -217,7 +219,7 @@ def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
     arguments = ["--repository", str(tmp_path / "repository")]
     for newest in ("1" * 40, "2" * 40):
         assert cli.main(["add", "org/emoji", "--name", "m", *arguments]) == 0
-        limits = list_models(tmp_path / "repository")["m"]
+        limits = read_model(tmp_path / "repository/m")
         assert (limits.source, limits.source_revision) == ("org/emoji", newest)
         capsys.readouterr()
         assert cli.main(["list", *arguments]) == 0
@@ -228,7 +230,8 @@ def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
 def test_a_revision_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        DiffusionError, match=r"'org/none' cannot be served: .* its revision v2 is not to be had"
+        DiffusionError,
+        match=r"'org/none' cannot be served: .* the hub has no revision v2 of it or cannot be reached",
     ):
         open_pipeline("org/none", "v2")
 
@@ -260,7 +263,7 @@ def test_options_reach_the_configurations(tmp_path: Path) -> None:
         default_quality=Tier.FAST,
     )
     add(str(PIPELINE), "tuned", tmp_path, options)
-    limits = list_models(tmp_path)["tuned"]
+    limits = read_model(tmp_path / "tuned")
     assert (limits.dtype, limits.default_quality) == ("bfloat16", Tier.FAST)
     encode, denoise, vae_decode = (
         read_model_config(tmp_path / f"tuned_{stage}").message
@@ -403,3 +406,45 @@ def test_encoders_in_another_dtype_are_warned_of(tmp_path: Path, capsys: pytest.
     for options, warned in (([], True), (["--dtype=float32"], False), (["--device=cpu"], False)):
         assert cli.main([*arguments, *options]) == 0
         assert capsys.readouterr().err.startswith(warning) == warned
+
+
+def test_a_broken_configuration_is_no_other_models_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    config = tmp_path / "broken" / "config.pbtxt"
+    config.write_text(
+        'name: "broken" platform: "ensemble" parameters { key: "pipeline_class" value: { string_value: "X" } }'
+    )
+    arguments = ["--repository", str(tmp_path)]
+    assert cli.main(["add", str(PIPELINE), "--name", "good", *arguments]) == 0
+    assert "good is served from the next start on" in capsys.readouterr().out
+    assert cli.main(["list", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert f"broken: {config}: parameter 'source'" in shown
+    assert "FluxPipeline" in shown
+    assert cli.main(["remove", "good", *arguments]) == 0
+    assert cli.main(["remove", "broken", *arguments]) == 0
+    assert not config.exists()
+
+
+def test_two_changes_at_once_leave_one_of_the_two(tmp_path: Path) -> None:
+    """Never the configuration of one with the warmup files of the other."""
+    choices = [
+        {
+            f"m_{stage}/{file}": f"{choice}".encode()
+            for stage in ("encode", "denoise", "vae_decode")
+            for file in ("config.pbtxt", *(f"warmup/{choice} {number}" for number in range(10)))
+        }
+        for choice in ("one", "other")
+    ]
+    for number in range(30):
+        repository = tmp_path / str(number)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(repository_module._install, ["m"] * 2, [repository] * 2, choices))
+        found = {
+            str(path.relative_to(repository)): path.read_bytes()
+            for path in repository.rglob("*")
+            if path.is_file()
+        }
+        assert found in choices

@@ -148,3 +148,16 @@ def test_one_is_forgotten_in_the_end_and_counts_again_when_it_is_written_again(t
     mine.add("again")
     assert mine.has_news()
     assert "again" in mine
+
+
+def test_one_that_comes_with_the_time_stamp_of_the_last_is_news(tmp_path: Path) -> None:
+    """As where a file system's clock ticks slowly; the next look comes a while later."""
+    tombstones = Tombstones(tmp_path)
+    tombstones.add("first")
+    stamp = tmp_path.stat().st_mtime_ns
+    assert tombstones.has_news()
+    tombstones.add("second")
+    os.utime(tmp_path, ns=(stamp, stamp))
+    time.sleep(0.1)
+    assert tombstones.has_news()
+    assert not tombstones.has_news()

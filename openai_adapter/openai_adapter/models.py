@@ -22,8 +22,8 @@ _BATCHING_FACTS = ("enabled", "joined", "difference", "tolerance")
 def build_model_card(model: Model) -> dict[str, Any]:
     """The card of a model: OpenAI's fields, then what this model is and accepts. Sizes are in pixels.
 
-    ``stages`` is what runs: null for a stage until its process has answered for the first time. So are ``previews`` and
-    ``batching``.
+    ``stages`` is what runs: null for a stage until its process has answered for the first time. So are ``previews``,
+    ``batching`` and ``fast_path``.
 
     Raises:
         ApiError: 503, Triton has not told the model's limits yet.
@@ -51,10 +51,7 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "takes_negative_prompt": limits.takes_negative_prompt,
         "default_quality": limits.default_quality,
         "qualities": list(QUALITIES),
-        "fast_path": {
-            "state": "not_installed",
-            "reason": "there is no fast VAE decoder yet: every quality is decoded losslessly",
-        },
+        "fast_path": None if model.decode_facts is None else model.decode_facts.get("fast_path"),
         "previews": _build_previews(model.denoise_facts),
         "batching": _build_batching(model.denoise_facts),
         "stages": {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusion_backend.client import denoise_model
+from diffusion_backend.client import denoise_model, vae_decode_model
 from diffusion_backend.errors import show
 from diffusion_backend.settings import ModelLimits, check_previews
 
@@ -30,6 +30,11 @@ class Model:
     def denoise_facts(self) -> Mapping[str, Any] | None:
         """The last description of the stage that makes previews."""
         return self.stages.get(denoise_model(self.name))
+
+    @property
+    def decode_facts(self) -> Mapping[str, Any] | None:
+        """The last description of the stage that decodes."""
+        return self.stages.get(vae_decode_model(self.name))
 
 
 class Registry:

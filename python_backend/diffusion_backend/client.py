@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
@@ -32,6 +33,8 @@ from tritonclient.utils import InferenceServerException
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
 from diffusion_backend.stage_names import Stage, stage_model
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -78,6 +81,11 @@ class Generation:
 def denoise_model(model: str) -> str:
     """The stage of an ensemble of ours that takes cancels."""
     return stage_model(model, Stage.DENOISE)
+
+
+def vae_decode_model(model: str) -> str:
+    """The stage of an ensemble of ours that decodes."""
+    return stage_model(model, Stage.VAE_DECODE)
 
 
 def infer_request(
@@ -146,10 +154,10 @@ def require_final(last: Generation | None) -> Generation:
     """``last`` if it is the finished picture of a request.
 
     Raises:
-        DiffusionError: UNAVAILABLE, the stream ended before there was one.
+        DiffusionError: CANCELLED, the stream ended before there was one: so it does when somebody cancels it.
     """
     if last is None or not last.info["is_final"]:
-        raise DiffusionError("the server ended the request without a picture", status=Status.UNAVAILABLE)
+        raise DiffusionError("the request was cancelled", code="cancelled", status=Status.CANCELLED)
     return last
 
 
@@ -308,7 +316,11 @@ class AsyncDiffusionClient:
         cancel = infer_request(denoise_model(model), {"cancel": request_id}, f"cancel-{request_id}")
         async with aclosing(self._exchange(request, cancel, timeout)) as results:
             async for result in results:
-                yield to_generation(result)
+                generation = to_generation(result)
+                if "error" in generation.info:  # a preview that could not be made
+                    logger.warning("no preview of step %s", generation.info["step"])
+                else:
+                    yield generation
 
     async def cancel(self, model: str, request_id: str) -> None:
         """Cancel a request by its id, whoever sent it. On a machine behind a load balancer: only if it is there.

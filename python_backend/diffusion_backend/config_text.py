@@ -17,6 +17,10 @@ MAX_QUEUED_REQUESTS = 64
 # Rows of the default size in one forward of the denoiser; larger ones count for more, and guidance may take two.
 MAX_BATCH_ROWS = 16
 MAX_BATCH_SIZE = 8
+# Pictures of the default size in one fast decode on a GPU; all others are decoded one at a time.
+MAX_DECODE_ROWS = 4
+# Where white against black is 0 dB: 40 is a root mean square difference of 2.6 levels of 255.
+FAST_PATH_MIN_PSNR_DB = 40.0
 # What an encode instance keeps of its encoders' results: T5-XXL's take 4 MiB a prompt in bfloat16.
 ENCODER_CACHE_BYTES = 256 << 20
 _DESCRIBE_NOTE = (
@@ -168,7 +172,12 @@ def vae_decode(
         ],
         Instances(1, kind),
         warmup,
-        {"ensemble": name, "vae_scale_factor": str(vae_scale_factor)},
+        {
+            "ensemble": name,
+            "vae_scale_factor": str(vae_scale_factor),
+            "fast_path_min_psnr_db": f"{FAST_PATH_MIN_PSNR_DB:g}",
+            "max_gpu_batch_rows": str(MAX_DECODE_ROWS),
+        },
     )
 
 

@@ -49,6 +49,14 @@ class ServeOptions:
     device: str = "auto"
     exit_timeout: int = 60
 
+    def check_device(self) -> None:
+        """Raise a LaunchError if a GPU is demanded and there is none."""
+        if self.device == "cuda":
+            import torch  # only here: it takes a second
+
+            if not torch.cuda.is_available():
+                raise LaunchError("--device is cuda, but torch finds no CUDA device; allowed here: auto, cpu")
+
     def check_ports(self) -> None:
         """Raise a LaunchError if one of the ports is taken, or asked for twice."""
         ports = {
@@ -250,6 +258,7 @@ def serve(args: argparse.Namespace) -> int:
         device=args.device,
     )
     try:
+        options.check_device()
         options.check_ports()
         with _lock(options.data_dir), _StopSignals() as signals:
             return _run(Server(options), signals)
@@ -335,7 +344,8 @@ def _wait_until_ready(server: Server, healer: Healer, signals: _StopSignals) -> 
 def _announce(server: Server, seconds: float) -> None:
     url = server.adapter.url
     models = server.triton.pipelines()
-    hint = f" Try:\n\n{curl_line(url, models[0])}\n" if models else ""
+    keys = " (with one of your keys in OPENAI_API_KEY)" if os.environ.get("OPENAI_ADAPTER_API_KEYS") else ""
+    hint = f" Try{keys}:\n\n{curl_line(url, models[0])}\n" if models else ""
     _say(
         f"ready after {seconds:.0f} s: {url}/v1 serves {', '.join(models) or 'no model'}\nCtrl-C stops it.{hint}"
     )

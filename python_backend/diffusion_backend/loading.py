@@ -89,10 +89,12 @@ def local_folder(source: str, revision: str | None = None) -> Path:
             )
         )
     except Exception as error:  # the hub's client has dozens of kinds
-        reason = str(error).strip().partition("\n")[0]
-        what = f"its revision {revision} is not" if revision else "not"
+        logger.debug("%s: the hub refused", source, exc_info=error)
+        what = f"the hub has no revision {revision} of it" if revision else "the hub has none"
         raise _unusable(
-            source, f"it is no folder here, and {what} to be had from the hub: {reason}"
+            source,
+            f"it is no folder here, and {what} or cannot be reached ({type(error).__name__}): check the name and the "
+            "network, and for a gated model 'hf auth login'",
         ) from error
 
 

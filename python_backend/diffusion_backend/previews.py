@@ -1,5 +1,7 @@
 """Previews: what the final latents would be if a run ended now, as ``vae.decode`` would take them.
 
+A trajectory is made in the same way, from the latents that each step leads to.
+
 At a preview's step the scheduler's arguments say what it takes the finished picture to be (the estimate of x0, which
 is sharp long before the noisy latents are). The rest is the pipeline's own: it is called once more, with a denoiser
 that computes nothing and a scheduler that returns the estimate, and does with it whatever it does with its final
@@ -31,11 +33,17 @@ Estimate = Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
 
 
 def run_with_previews(
-    run: Run, denoiser: Denoiser, steps: Collection[int], show: Callable[[int, Denoised], None]
+    run: Run,
+    denoiser: Denoiser,
+    steps: Collection[int],
+    show: Callable[[int, Denoised], None],
+    *,
+    trajectory: bool = False,
 ) -> Denoised:
     """What ``run`` makes; on the way ``show(step, preview)`` is called after each of ``steps``.
 
-    A preview that cannot be made is logged and left out: the picture does not depend on it.
+    A preview that cannot be made is logged and left out: the picture does not depend on it. With ``trajectory`` they
+    are of the latents themselves, noise and all, not of their estimate, and none is left out.
     """
     last: Any = None
 
@@ -44,15 +52,17 @@ def run_with_previews(
         last = denoiser(module, args, kwargs)
         return last
 
-    def preview(step: int, x0: torch.Tensor) -> None:
+    def preview(step: int, latents: torch.Tensor) -> None:
         try:
             with rows.own_random_state():
-                made = run(lambda *_: last, lambda pipe: _finish(pipe, x0))
+                made = run(lambda *_: last, lambda pipe: _finish(pipe, latents))
             show(step, made)
         except Exception:
+            if trajectory:
+                raise
             logger.exception("no preview of step %d", step)
 
-    return run(remembering, lambda pipe: _watch(pipe, steps, preview))
+    return run(remembering, lambda pipe: _watch(pipe, steps, preview, trajectory=trajectory))
 
 
 def preview_steps(count: int, num_inference_steps: int) -> list[int]:
@@ -64,6 +74,11 @@ def preview_steps(count: int, num_inference_steps: int) -> list[int]:
     return sorted(spread - {0, num_inference_steps})
 
 
+def steps_once(scheduler: Any) -> bool:
+    """Whether ``scheduler`` takes one step a timestep: solvers of second order take two."""
+    return getattr(scheduler, "order", 1) == 1
+
+
 def estimate_of(scheduler: Any) -> Estimate | None:
     """How to tell the finished latents before a step of ``scheduler``: (scheduler, model_output, timestep, sample).
 
@@ -71,7 +86,7 @@ def estimate_of(scheduler: Any) -> Estimate | None:
     2022, https://arxiv.org/abs/2206.00364; Salimans and Ho 2022 (v-prediction), https://arxiv.org/abs/2202.00512;
     Lipman et al. 2023 (flow matching), https://arxiv.org/abs/2210.02747.
     """
-    if hasattr(scheduler, "precondition_outputs") or getattr(scheduler, "order", 1) > 1:
+    if hasattr(scheduler, "precondition_outputs") or not steps_once(scheduler):
         return None
     if hasattr(scheduler, "convert_model_output"):  # the multistep solvers: DPM++, UniPC, ...
         config = scheduler.config
@@ -83,44 +98,52 @@ def estimate_of(scheduler: Any) -> Estimate | None:
 
 
 def _watch(
-    pipe: DiffusionPipeline, steps: Collection[int], show: Callable[[int, torch.Tensor], None]
+    pipe: DiffusionPipeline,
+    steps: Collection[int],
+    show: Callable[[int, torch.Tensor], None],
+    *,
+    trajectory: bool,
 ) -> None:
-    """Have ``show(step, x0)`` called after ``steps`` of the run for which ``pipe`` is the private copy."""
+    """Have ``show(step, latents)`` called after ``steps`` of the run for which ``pipe`` is the private copy."""
     scheduler = pipe.scheduler
     take_step = scheduler.step
     signature = inspect.signature(take_step)
-    estimate = estimate_of(scheduler)
+    estimate = None if trajectory else estimate_of(scheduler)
     done = 0
 
     @functools.wraps(take_step)
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal done
         done += 1
-        if done not in steps or estimate is None:
+        if done not in steps:
             return take_step(*args, **kwargs)
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-            x0 = estimate(scheduler, given["model_output"], given["timestep"], given["sample"])
-        except Exception:
-            logger.exception("no preview of step %d", done)
-            return take_step(*args, **kwargs)
+        latents: torch.Tensor | None = None
+        if estimate is not None:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+                latents = estimate(scheduler, given["model_output"], given["timestep"], given["sample"])
+            except Exception:
+                logger.exception("no preview of step %d", done)
         result = take_step(*args, **kwargs)
-        show(done, x0)
+        if trajectory:
+            latents = result[0]
+        if latents is not None:
+            show(done, latents)
         return result
 
     scheduler.step = watched
 
 
-def _finish(pipe: DiffusionPipeline, x0: torch.Tensor) -> None:
-    """Make ``pipe``, a private copy, take ``x0`` for what its first step leads to, and go to its end from there."""
+def _finish(pipe: DiffusionPipeline, latents: torch.Tensor) -> None:
+    """Make ``pipe``, a private copy, take ``latents`` for what its first step leads to, and go on to its end."""
 
     @functools.wraps(pipe.scheduler.step)
-    def lead_to_x0(*_args: Any, return_dict: bool = True, **_kwargs: Any) -> Any:
+    def lead_to_them(*_args: Any, return_dict: bool = True, **_kwargs: Any) -> Any:
         if isinstance(getattr(type(pipe), "interrupt", None), property):
             pipe._interrupt = True  # the steps that are left are skipped
-        return SchedulerOutput(prev_sample=x0) if return_dict else (x0,)
+        return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
 
-    pipe.scheduler.step = lead_to_x0
+    pipe.scheduler.step = lead_to_them
 
 
 def _by_conversion(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ runs through the same seams that serve requests.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -128,23 +130,30 @@ def remove(name: str, repository: Path) -> list[Change]:
     Raises:
         DiffusionError: there is no such model.
     """
-    if name not in list_models(repository):
+    if _owner(repository / name) != name or not (repository / name / CONFIG_FILE).exists():
         raise unusable(f"{show(name)} is no model of {repository}", "name")
     return _install(name, repository, {})
 
 
-def list_models(repository: Path) -> dict[str, ModelLimits]:
-    """The models that ``add`` wrote, by name.
+def list_models(repository: Path) -> dict[str, ModelLimits | str]:
+    """The models that ``add`` wrote, by name; of one that is broken since, what is wrong with it."""
+    models: dict[str, ModelLimits | str] = {}
+    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
+        if _owner(path.parent) == path.parent.name:
+            try:
+                models[path.parent.name] = read_model(path.parent)
+            except ValueError as error:
+                models[path.parent.name] = f"{path}: {error}"
+    return models
+
+
+def read_model(ensemble: Path) -> ModelLimits:
+    """The model whose ensemble is in this folder.
 
     Raises:
-        ValueError: a configuration is not valid.
+        ValueError: its configuration is not valid.
     """
-    models = {}
-    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
-        config = read_model_config(path.parent)
-        if config.is_ensemble and "pipeline_class" in config.parameters:
-            models[path.parent.name] = parse_limits(config.parameters)
-    return models
+    return parse_limits(read_model_config(ensemble).parameters)
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -274,16 +283,29 @@ def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Chang
         repository.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unusable(f"{repository} cannot be a model repository: {error.strerror}", "repository") from None
-    stale = [path for path in _written_files(name, repository) if path not in files]
-    try:
-        changes = change_files(repository, files, stale)
-    except OSError as error:
-        raise unusable(
-            f"{repository} stays as it was: not all of {show(name)} could be changed ({error})", "repository"
-        ) from error
-    for folder in (repository / name, *_stage_folders(repository, name)):
-        _remove_empty(folder)
+    with _locked(repository):
+        stale = [path for path in _written_files(name, repository) if path not in files]
+        try:
+            changes = change_files(repository, files, stale)
+        except OSError as error:
+            raise unusable(
+                f"{repository} stays as it was: not all of {show(name)} could be changed ({error})",
+                "repository",
+            ) from error
+        for folder in (repository / name, *_stage_folders(repository, name)):
+            _remove_empty(folder)
     return [change for change in changes if change.path.suffix != ".pyc"]
+
+
+@contextlib.contextmanager
+def _locked(repository: Path) -> Iterator[None]:
+    """One at a time: two commands that change a model at once must not leave a mix of both."""
+    folder = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _written_files(name: str, repository: Path) -> list[str]:

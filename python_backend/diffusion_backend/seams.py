@@ -232,12 +232,20 @@ def replay(
     raise DiffusionError("it ended without decoding, so it cannot be split", code="unsplittable")
 
 
-def decode(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]) -> torch.Tensor:
+def decode(
+    pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any], *, exact: bool = True
+) -> torch.Tensor:
     """Pictures from latents [B, C, H, W], or clips from latents [B, C, F, H, W]: uint8 [B, (F,) H, W, 3] on the CPU.
+
+    ``exact``: rounded as diffusers does it in the VAE's dtype; otherwise, on a GPU, by one kernel in float32.
 
     Raises:
         DiffusionError: the pictures are not finite, or the arguments are none of ``replay``'s.
     """
+    if not exact and pipe.device.type == "cuda" and _is_plain(pipe):
+        from diffusion_kernels.to_uint8 import to_uint8
+
+        return to_uint8(oddities.picture(_run_vae(pipe, latents, decode_arguments))).cpu()
     # As VaeImageProcessor.numpy_to_pil rounds.
     pixels = (decode_floats(pipe, latents, decode_arguments).float() * 255).round().to(torch.uint8)
     return pixels.movedim(-3, -1).contiguous().cpu()
@@ -246,7 +254,24 @@ def decode(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dic
 def decode_floats(
     pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]
 ) -> torch.Tensor:
-    """``decode`` before it rounds: values from 0 to 1, [B, (F,) 3, H, W], by the untouched VAE and post-processor."""
+    """``decode`` before it rounds: values from 0 to 1, [B, (F,) 3, H, W]."""
+    decoded = _run_vae(pipe, latents, decode_arguments)
+    if makes_video(pipe):
+        clip: torch.Tensor = pipe.video_processor.postprocess_video(decoded, output_type="pt")
+        return clip
+    image: torch.Tensor = pipe.image_processor.postprocess(oddities.picture(decoded), output_type="pt")
+    return image
+
+
+def _is_plain(pipe: DiffusionPipeline) -> bool:
+    """Whether all that becomes of a decoded picture is that its values from -1 to 1 are turned to levels."""
+    return not makes_video(pipe) and bool(pipe.image_processor.config.do_normalize)
+
+
+def _run_vae(
+    pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]
+) -> torch.Tensor:
+    """What ``vae.decode`` makes of them: values from -1 to 1, [B, 3, (F,) H, W]."""
     z = latents.to(pipe.device, pipe.vae.dtype)
     unknown = set(decode_arguments) - set(list(inspect.signature(pipe.vae.decode).parameters)[1:])
     if unknown or "return_dict" in decode_arguments:
@@ -258,14 +283,10 @@ def decode_floats(
         for name, value in read_decode_arguments(decode_arguments).items()
     }
     with torch.no_grad():
-        decoded = pipe.vae.decode(z, return_dict=False, **arguments)[0]
-        if not torch.isfinite(decoded).all():
-            raise DiffusionError("the VAE computed a picture that is not finite", code="non_finite_image")
-        if makes_video(pipe):
-            clip: torch.Tensor = pipe.video_processor.postprocess_video(decoded, output_type="pt")
-            return clip
-        image: torch.Tensor = pipe.image_processor.postprocess(oddities.picture(decoded), output_type="pt")
-        return image
+        decoded: torch.Tensor = pipe.vae.decode(z, return_dict=False, **arguments)[0]
+    if not torch.isfinite(decoded).all():
+        raise DiffusionError("the VAE computed a picture that is not finite", code="non_finite_image")
+    return decoded
 
 
 def read_decode_arguments(decode_arguments: dict[str, Any]) -> dict[str, Any]:

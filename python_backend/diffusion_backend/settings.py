@@ -74,6 +74,7 @@ class ModelLimits(BaseModel):
                 "seed": 0,
                 "quality": "auto",
                 "partial_images": 0,
+                "trajectory": False,
             },
         )
         return self
@@ -122,10 +123,20 @@ class Settings(BaseModel):
     seed: int
     quality: str
     partial_images: int
+    trajectory: bool
 
 
 # The request parameters of the ensemble. Prompts are tensors, not parameters.
-PARAMETERS = ("width", "height", "num_inference_steps", "guidance_scale", "seed", "quality", "partial_images")
+PARAMETERS = (
+    "width",
+    "height",
+    "num_inference_steps",
+    "guidance_scale",
+    "seed",
+    "quality",
+    "partial_images",
+    "trajectory",
+)
 
 
 def resolve(
@@ -156,6 +167,7 @@ def resolve(
         "seed": given.get("seed", secrets.randbelow(2**32)),
         "quality": given.get("quality", "auto"),
         "partial_images": given.get("partial_images", 0),
+        "trajectory": given.get("trajectory", False),
     }
     return check(limits, fields)
 
@@ -183,7 +195,12 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
         quality="auto" if fields["quality"] is None else str(fields["quality"]),
         partial_images=_integer("partial_images", fields["partial_images"], 0, MAX_PARTIAL_IMAGES),
+        trajectory=_boolean("trajectory", fields["trajectory"]),
     )
+    if settings.trajectory and settings.partial_images:
+        raise invalid(
+            "partial_images", f"'partial_images' is {settings.partial_images}; allowed with 'trajectory': 0"
+        )
     unguided = settings.guidance_scale is not None and settings.guidance_scale <= 1
     if settings.negative_prompt != limits.default_negative_prompt and unguided:
         raise invalid(
@@ -202,6 +219,12 @@ def check_previews(partial_images: int, reason: str | None) -> None:
     """
     if partial_images and reason:
         raise invalid("partial_images", f"'partial_images' is {partial_images}; allowed: 0, since {reason}")
+
+
+def check_trajectory(trajectory: bool, reason: str | None) -> None:
+    """The same for ``trajectory``."""
+    if trajectory and reason:
+        raise invalid("trajectory", f"'trajectory' is true; allowed: false, since {reason}")
 
 
 def parse_size(size: object, limits: ModelLimits) -> tuple[int, int]:
@@ -294,6 +317,12 @@ def _guidance_scale(limits: ModelLimits, value: object) -> float | None:
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise invalid(name, f"'{name}' is {show(value)}; allowed: integers from {low} to {high}")
+    return value
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(name, f"'{name}' is {show(value)}; allowed: true, false")
     return value
 
 

@@ -37,7 +37,7 @@ class Tombstones:
         """
         self._given = folder
         self._folder = self._make_folder()
-        self._seen = 0
+        self._seen: int | None = None
         self._swept = time.monotonic()
 
     def add(self, request_id: str) -> None:
@@ -70,8 +70,10 @@ class Tombstones:
             changed = self._folder.stat().st_mtime_ns
         except OSError:
             return False
-        news = changed != self._seen or time.time() - changed / 1e9 < _CLOCK_TICK_SECONDS
-        self._seen = changed
+        news = changed != self._seen
+        # A file system's clock ticks: another one may come yet with the time stamp of the last one.
+        is_settled = time.time() - changed / 1e9 > _CLOCK_TICK_SECONDS
+        self._seen = changed if is_settled else None
         return news
 
     def _make_folder(self) -> Path:

@@ -79,6 +79,21 @@ class CacheMetrics:
         self._bytes.of().set(size)
 
 
+class DecodeMetrics:
+    """The decoding of one vae_decode instance, by the path that ran: lossless or fast."""
+
+    def __init__(self, model: str, instance: str) -> None:
+        labels = {"model": model, "instance": instance}
+        self._seconds = _Series(
+            labels, "vae_decode_seconds", "one decode, of a batch where fast", "HISTOGRAM", buckets=_SECONDS
+        )
+        self._pictures = _Series(labels, "vae_decode_pictures_total", "decoded pictures", "COUNTER")
+
+    def decoded(self, path: str, pictures: int, seconds: float) -> None:
+        self._seconds.of(decode_path=path).observe(seconds)
+        self._pictures.of(decode_path=path).increment(pictures)
+
+
 class _Series:
     """A metric family and its metrics, kept: a metric is broken once its family is collected."""
 

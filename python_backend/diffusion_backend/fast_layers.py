@@ -1,0 +1,116 @@
+"""The layers of the fast VAE decoders, on dense channels_last tensors.
+
+On a GPU the normalizations are our own kernels (``diffusion_kernels``), on a CPU torch's. The algebra is exact: a
+rewritten layer differs from the one it stands for only by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether our kernels run where ``x`` is."""
+    return x.is_cuda
+
+
+class GroupNormSiLU(nn.Module):
+    """``GroupNorm``, then SiLU where ``silu``: [N, C, H, W] to the same shape and dtype."""
+
+    def __init__(self, norm: nn.GroupNorm, *, silu: bool = True) -> None:
+        super().__init__()
+        self.norm = norm
+        self.silu = silu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        if has_kernels(x):
+            from diffusion_kernels.group_norm_silu import group_norm_silu
+
+            x = x.contiguous(memory_format=torch.channels_last)
+            return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
+        y: torch.Tensor = norm(x)
+        return F.silu(y, inplace=True) if self.silu else y
+
+
+class RmsNormSiLU(nn.Module):
+    """Wan's and Qwen-Image's ``RMS_norm`` over the channels, then SiLU: [N, C, F, H, W] to the same shape and dtype."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(norm.gamma.flatten(), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if isinstance(norm.bias, nn.Parameter):
+            self.bias = nn.Parameter(norm.bias.flatten(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if has_kernels(x):
+            from diffusion_kernels.rms_norm_silu import rms_norm_silu
+
+            # Not every convolution keeps the layout where there is one frame.
+            x = x.contiguous(memory_format=torch.channels_last_3d)
+            return rms_norm_silu(x, self.gamma, self.bias)
+        pixels = x.movedim(1, -1)  # dense, since x is channels_last
+        # eps: F.normalize's, which bounds the norm by 1e-12, hardly differs for vectors that are not all but zero.
+        y = F.rms_norm(pixels, (pixels.shape[-1],), self.gamma, eps=1e-24)
+        if self.bias is not None:
+            y = y + self.bias
+        return F.silu(y, inplace=True).movedim(-1, 1)
+
+
+class Upsample(nn.Module):
+    """Nearest-neighbour doubling and the 3x3 convolution after it, as one transposed convolution.
+
+    [N, C, H, W] to [N, D, 2H, 2W]. Of the nine taps on a doubled picture those that meet the same source pixel are
+    summed (in float64): 4x4 taps with stride 2, of which four meet at each output pixel: 2.25 times fewer
+    multiplications, and no doubled picture in memory. Borders are exact, too.
+    """
+
+    # Which of a 3-tap filter's taps each of the four positions of a stride-2 transposed filter sums.
+    _TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        taps = torch.tensor(self._TAPS, dtype=torch.float64, device=conv.weight.device)
+        weight = torch.einsum("ax,by,oixy->ioab", taps, taps, conv.weight.double()).to(conv.weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = conv.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, self.weight, self.bias, stride=2, padding=1)
+
+
+class FoldedAttention(nn.Module):
+    """A VAE's single-head self-attention over its pixels: [N, C, H, W] to the same shape and dtype.
+
+    The projections of the values and of the output are one: softmax(QK')(XV + v)O + o = softmax(QK')(XVO + vO + o),
+    since each row of the softmax sums to one.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        value, out = attention.to_v, attention.to_out[0]
+        weight = out.weight.double() @ value.weight.double()
+        bias = out.weight.double() @ value.bias.double() + out.bias.double()
+        self.norm = GroupNormSiLU(attention.group_norm, silu=False)
+        self.to_q, self.to_k = attention.to_q, attention.to_k
+        self.to_v = nn.Linear(value.in_features, out.out_features, device="meta")
+        self.to_v.weight = nn.Parameter(weight.to(out.weight.dtype), requires_grad=False)
+        self.to_v.bias = nn.Parameter(bias.to(out.bias.dtype), requires_grad=False)
+        self.residual = attention.residual_connection
+        self.rescale = attention.rescale_output_factor
+
+    def forward(self, x: torch.Tensor, temb: None = None) -> torch.Tensor:  # noqa: ARG002
+        """``temb`` is the place of the embeddings that decoders of this kind do not have."""
+        n, c, h, w = x.shape
+        pixels = self.norm(x).permute(0, 2, 3, 1).reshape(n, 1, h * w, c)
+        y = F.scaled_dot_product_attention(self.to_q(pixels), self.to_k(pixels), self.to_v(pixels))
+        y = y.view(n, h, w, -1).permute(0, 3, 1, 2)
+        if self.residual:
+            y = y + x
+        return y / self.rescale if self.rescale != 1.0 else y

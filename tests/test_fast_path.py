@@ -1,0 +1,336 @@
+"""The fast VAE decoders and the gate in front of them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.attention_processor import AttnProcessor
+from diffusion_backend import fast_path
+from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
+from diffusion_backend.fast_path_gate import (
+    register_vae_fast_path_gate,
+    remove_vae_fast_path_gate,
+    use_vae_fast_path,
+)
+from torch import nn
+
+KL = {
+    "down_block_types": ["DownEncoderBlock2D"] * 3,
+    "up_block_types": ["UpDecoderBlock2D"] * 3,
+    "block_out_channels": [32, 64, 64],
+    "norm_num_groups": 8,
+    "latent_channels": 4,
+}
+WAN_22 = {
+    "base_dim": 16,
+    "decoder_base_dim": 24,
+    "z_dim": 16,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+# By name: how to make it, and the shape of its latents.
+VAES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "AutoencoderKL": (lambda: AutoencoderKL(**KL), (2, 4, 9, 7)),
+    "without attention": (lambda: AutoencoderKL(**KL, mid_block_add_attention=False), (1, 4, 9, 7)),
+    "AutoencoderKLFlux2": (
+        lambda: AutoencoderKLFlux2(block_out_channels=(32, 64, 64, 64), latent_channels=8),
+        (1, 8, 6, 10),
+    ),
+    "AutoencoderKLWan": (lambda: AutoencoderKLWan(base_dim=16), (1, 16, 3, 8, 6)),
+    "Wan 2.2": (lambda: AutoencoderKLWan(**WAN_22), (1, 16, 2, 6, 4)),
+    "AutoencoderKLQwenImage": (lambda: AutoencoderKLQwenImage(base_dim=16), (1, 16, 1, 8, 6)),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.Tensor]:
+    """A VAE with random weights (biases and affine parameters, too) and latents for it."""
+    torch.manual_seed(0)
+    build, shape = VAES[name]
+    vae = build().to(dtype).eval().requires_grad_(False)
+    for parameter in vae.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.1 * torch.randn_like(parameter)
+    return vae, torch.randn(shape, dtype=dtype)
+
+
+def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        decoded: torch.Tensor = vae.decode(latents, return_dict=False)[0]
+    return decoded
+
+
+def install(vae: Any, dtype: torch.dtype) -> FastDecoder:
+    decoder = FastDecoder(vae, dtype)
+    register_vae_fast_path_gate(vae, decoder)
+    return decoder
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_the_algebra_is_exact(name: str) -> None:
+    """In float64; Wan's and Qwen-Image's own upsampling goes by way of float32, and rounds there."""
+    vae, latents = make(name, torch.float64)
+    lossless = decode(vae, latents)
+    install(vae, torch.float64)
+    with use_vae_fast_path(vae, True):
+        fast = decode(vae, latents)
+    is_wan = latents.ndim == 5
+    assert (fast - lossless).abs().max() < (1e-5 if is_wan else 1e-11)
+    assert not torch.equal(fast, lossless), "the same decoder ran"
+
+
+@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.25)])
+def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    vae, latents = make(name)
+    lossless = decode(vae, latents)
+    install(vae, dtype)
+    with use_vae_fast_path(vae, True):
+        fast = decode(vae, latents)
+    assert fast.dtype == torch.float32
+    assert fast.shape == lossless.shape
+    assert (fast - lossless).abs().max() < tolerance
+
+
+def test_what_was_rewritten_is_counted() -> None:
+    vae, _ = make("AutoencoderKL")
+    assert FastDecoder(vae, torch.float32).rewritten == {
+        "Decoder": 1,
+        "ResnetBlock2D": 8,
+        "Upsample2D": 2,
+        "Attention": 1,
+    }
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_lossless_stays_what_it_was(name: str) -> None:
+    """Before, beside and after fast decodes, bit by bit; and the VAE's weights and names stay, too."""
+    vae, latents = make(name)
+    before, names = decode(vae, latents), set(vae.state_dict())
+    install(vae, torch.bfloat16)
+    assert torch.equal(decode(vae, latents), before)
+    with use_vae_fast_path(vae, True):
+        assert not torch.equal(decode(vae, latents), before)
+        with use_vae_fast_path(vae, False):
+            assert torch.equal(decode(vae, latents), before)
+        assert not torch.equal(decode(vae, latents), before)
+    assert torch.equal(decode(vae, latents), before)
+    assert set(vae.state_dict()) == names
+    remove_vae_fast_path_gate(vae)
+    with use_vae_fast_path(vae, True) as is_fast:
+        assert not is_fast
+        assert torch.equal(decode(vae, latents), before)
+
+
+def test_threads_have_tiers_of_their_own() -> None:
+    """Two tiers on one VAE at the same time: each picture is that of its tier."""
+    vae, latents = make("AutoencoderKL")
+    install(vae, torch.bfloat16)
+    expected = {}
+    for enabled in (False, True):
+        with use_vae_fast_path(vae, enabled):
+            expected[enabled] = decode(vae, latents)
+    meet = threading.Barrier(4)
+
+    def run(number: int) -> bool:
+        enabled = number % 2 == 0
+        with use_vae_fast_path(vae, enabled):
+            meet.wait(30)
+            return all(torch.equal(decode(vae, latents), expected[enabled]) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
+
+
+def test_the_gate_closes_after_an_error() -> None:
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    install(vae, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="inside"), use_vae_fast_path(vae, True):
+        raise RuntimeError("inside")
+    assert torch.equal(decode(vae, latents), before)
+
+
+def test_a_vae_that_is_not_registered_passes() -> None:
+    registered, _ = make("AutoencoderKL")
+    install(registered, torch.bfloat16)
+    other, latents = make("AutoencoderKL")
+    before = decode(other, latents)
+    with use_vae_fast_path(registered, True), use_vae_fast_path(other, True) as is_fast:
+        assert not is_fast
+        assert torch.equal(decode(other, latents), before)
+
+
+def test_a_vae_has_one_gate() -> None:
+    vae, _ = make("AutoencoderKL")
+    install(vae, torch.float32)
+    with pytest.raises(ValueError, match="already"):
+        install(vae, torch.float32)
+
+
+def test_slicing_and_tiling_use_it_too() -> None:
+    """They call the decoder for each slice and tile."""
+    vae, latents = make("AutoencoderKL")
+    install(vae, torch.float32)
+    vae.enable_slicing()
+    vae.enable_tiling()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 16
+    lossless = decode(vae, latents)
+    with use_vae_fast_path(vae, True):
+        fast = decode(vae, latents)
+    assert not torch.equal(fast, lossless)
+    assert (fast - lossless).abs().max() < 1e-4
+
+
+def test_the_fast_decoder_goes_with_its_vae() -> None:
+    vae, latents = make("AutoencoderKL")
+    decoder = weakref.ref(install(vae, torch.bfloat16))
+    with use_vae_fast_path(vae, True):
+        decode(vae, latents)
+    gone = weakref.ref(vae)
+    del vae
+    gc.collect()
+    assert (gone(), decoder()) == (None, None)
+
+
+class OtherKL(AutoencoderKL):
+    """A class of somebody's own: what it does is not known."""
+
+
+def _with_other_class() -> Any:
+    return OtherKL(**KL)
+
+
+def _with_spatial_attention() -> Any:
+    vae = AutoencoderKL(**KL)
+    vae.decoder.mid_block.attentions[0].set_processor(AttnProcessor())
+    return vae
+
+
+def _with_other_activation() -> Any:
+    return AutoencoderKL(**KL, act_fn="gelu")
+
+
+def _with_other_layer() -> Any:
+    vae = AutoencoderKL(**KL)
+    vae.decoder.conv_in = nn.Sequential(vae.decoder.conv_in)
+    return vae
+
+
+def _with_other_upsampling() -> Any:
+    vae = AutoencoderKL(**KL)
+    conv = vae.decoder.up_blocks[0].upsamplers[0].conv
+    conv.padding_mode = "reflect"
+    return vae
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: AutoencoderTiny(), "a AutoencoderTiny has no fast decoder"),
+        (_with_other_class, "a OtherKL has no fast decoder"),
+        (_with_spatial_attention, r"decoder.mid_block.attentions.0 \(Attention\): not torch's attention"),
+        (_with_other_activation, "not followed by SiLU"),
+        (_with_other_layer, "decoder.conv_in is a Sequential, which is not known"),
+        (_with_other_upsampling, "not a plain 3x3 convolution"),
+    ],
+)
+def test_what_is_not_known_is_refused_whole(build: Callable[[], Any], reason: str) -> None:
+    vae = build().eval()
+    names = [type(module).__name__ for module in vae.modules()]
+    with pytest.raises(CannotRewriteError, match=reason):
+        FastDecoder(vae, torch.float32)
+    assert [type(module).__name__ for module in vae.modules()] == names
+
+
+def pipeline(vae: Any) -> Any:
+    """As much of a pipeline as decoding needs."""
+    return SimpleNamespace(
+        vae=vae, device=torch.device("cpu"), image_processor=VaeImageProcessor(vae_scale_factor=4)
+    )
+
+
+def installed(vae: Any, min_psnr_db: float = 30.0) -> fast_path.FastPath:
+    return fast_path.install(pipeline(vae), (4, 16, 24), device=torch.device("cpu"), min_psnr_db=min_psnr_db)
+
+
+def test_what_was_installed_is_told() -> None:
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    path = installed(vae)
+    assert (path.state, path.reason) == ("installed", None)
+    assert path.psnr_db is not None
+    assert 30 < path.psnr_db < 200
+    assert path.max_difference is not None
+    assert 0 < path.max_difference < 32
+    assert path.rewritten["ResnetBlock2D"] == 8
+    with use_vae_fast_path(vae, True) as is_fast:
+        assert is_fast
+        assert not torch.equal(decode(vae, latents), before)
+
+
+def test_pictures_that_differ_too_much_are_refused_with_the_figure() -> None:
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    path = installed(vae, min_psnr_db=150)
+    assert path.state == "refused"
+    assert path.reason is not None
+    assert "required: 150" in path.reason
+    assert path.psnr_db is not None
+    with use_vae_fast_path(vae, True) as is_fast:
+        assert not is_fast
+        assert torch.equal(decode(vae, latents), before)
+
+
+def test_a_decoder_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(FastDecoder, "forward", fail)
+    vae, latents = make("AutoencoderKL")
+    path = installed(vae)
+    assert path.state == "refused"
+    assert path.reason == "it failed: RuntimeError: no kernel for this device"
+    decode(vae, latents)
+
+
+def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:
+    path = installed(AutoencoderTiny(latent_channels=4).eval())
+    assert path.state == "refused"
+    assert path.reason is not None
+    assert path.reason.startswith("a AutoencoderTiny has no fast decoder; those that do: AutoencoderKL, ")
+
+
+def test_without_bfloat16_units_float32_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    vae, _ = make("AutoencoderKL")
+    path = installed(vae, min_psnr_db=60)
+    assert (path.state, path.dtype) == ("installed", "float32")
+
+
+def test_without_triton_there_is_none_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
+    vae, _ = make("AutoencoderKL")
+    path = fast_path.install(pipeline(vae), (4, 8, 8), device=torch.device("cuda"), min_psnr_db=40)
+    assert path.reason == "triton is not installed, and so there are no kernels for the GPU"
