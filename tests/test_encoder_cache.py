@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from diffusion_backend.encoder_cache import EncoderCache
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
 ENTRY = 4 * 4  # bytes of one result
 
@@ -92,3 +93,39 @@ def test_it_is_still_the_encoder() -> None:
     encoder, wrapped, _, _ = make(1000)
     assert isinstance(wrapped, Encoder)
     assert wrapped.weight is encoder.weight
+
+
+class LanguageModel(Encoder):
+    """Returns keys and values, as language models do unless they are told not to."""
+
+    def forward(self, input_ids: torch.Tensor) -> BaseModelOutputWithPast:  # type: ignore[override]
+        vars(self)["calls"] += 1
+        kept = DynamicCache()
+        kept.update(torch.zeros(1, 1, 4, 1000), torch.zeros(1, 1, 4, 1000), 0)
+        return BaseModelOutputWithPast(last_hidden_state=input_ids.float(), past_key_values=kept)
+
+
+def test_keys_and_values_are_not_kept() -> None:
+    counted: list[str] = []
+    cache = EncoderCache(ENTRY, counted.append)
+    encoder = LanguageModel()
+    wrapped = cache.wrap(encoder)
+    first, second = wrapped(ids(1)), wrapped(ids(1))
+    assert counted == ["miss", "hit"]
+    assert cache.bytes == ENTRY
+    assert torch.equal(first.last_hidden_state, second.last_hidden_state)
+    assert first.past_key_values is second.past_key_values is None
+
+
+def test_a_result_of_unknown_size_is_not_kept() -> None:
+    class Odd(Encoder):
+        def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
+            vars(self)["calls"] += 1
+            return {"hidden": input_ids, "state": DynamicCache()}
+
+    encoder = Odd()
+    cache = EncoderCache(10**6, lambda _: None)
+    wrapped = cache.wrap(encoder)
+    wrapped(ids(1))
+    wrapped(ids(1))
+    assert (encoder.calls, cache.bytes) == (2, 0)

@@ -254,6 +254,21 @@ def test_a_closed_engine_takes_nothing_in(bench: Bench) -> None:
         bench.engine.run(lambda: None)
 
 
+def test_a_fault_of_the_engine_itself_is_answered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("a fault of the engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "_serve", fail)
+        bench.submit_at_once({"served": bench.work(1, 1), "stands": bench.work(1, 1, size=2)})
+        while len(bench.ends) < 2:
+            time.sleep(0.001)
+    assert {str(end) for _, end in bench.ends} == {"a fault of the engine"}
+    bench.submit("next", bench.work(3, 1))
+    bench.engine.close()
+    assert bench.ends[-1] == ("next", 4)
+
+
 def test_a_client_that_cannot_be_answered_does_not_end_the_thread(bench: Bench) -> None:
     def broken(_: Any = None) -> None:
         raise RuntimeError("the client is gone")

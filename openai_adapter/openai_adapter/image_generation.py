@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
+from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,13 @@ class Picture:
 class ImageGenerator:
     """Makes the images of requests."""
 
-    def __init__(self, triton: Triton, recovery: Recovery, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, triton: Triton, recovery: Recovery, metrics: Metrics, settings: Settings) -> None:
         self._triton = triton
         self._recovery = recovery
         self._metrics = metrics
-        self._timeout = timeout
+        self._timeout = settings.request_timeout_seconds
+        self._max_in_flight = settings.max_images_in_flight
+        self._in_flight: Counter[str] = Counter()
 
     async def generate(self, model: str, plan: Plan, request: ImageRequest) -> list[Picture]:
         """All images of a request, in the order of their seeds; raises what ``stream`` does."""
@@ -62,26 +66,37 @@ class ImageGenerator:
 
         Raises:
             DiffusionError: what Triton said of the first one that failed.
-            ApiError: 503, its work was lost; 504 after ``timeout`` seconds.
+            ApiError: 503, there are too many, or its work was lost; 504 after ``request_timeout_seconds``.
         """
+        self._admit(model, plan.n)
         made: asyncio.Queue[Picture | Exception] = asyncio.Queue()
         work = [
             asyncio.create_task(self._work(model, index, settings, request, made.put_nowait))
             for index, settings in enumerate(plan.images)
         ]
+        for task in work:
+            task.add_done_callback(lambda _: self._in_flight.subtract((model,)))
         deadline = asyncio.get_running_loop().time() + self._timeout
         missing = plan.n
         try:
             while missing:
                 picture = await self._next(made, deadline)
                 if isinstance(picture, Exception):
-                    raise _once(picture) if plan.n > 1 else picture
+                    raise picture
                 self._count(model, plan, picture)
                 missing -= picture.preview is None
                 yield picture
         finally:
             for task in work:
                 task.cancel()
+
+    def _admit(self, model: str, count: int) -> None:
+        """Before anything of a request is worked on: its images together, or none of them."""
+        if self._in_flight[model] + count > self._max_in_flight:
+            raise unavailable(
+                f"the server is busy: {self._in_flight[model]} images are waiting or being made", "queue_full"
+            )
+        self._in_flight[model] += count
 
     async def _next(self, made: asyncio.Queue[Picture | Exception], deadline: float) -> Picture | Exception:
         try:
@@ -158,15 +173,6 @@ async def _encode(generation: Generation, request: ImageRequest) -> bytes:
     return await asyncio.to_thread(
         image_files.encode, generation.images, request.output_format, request.output_compression
     )
-
-
-def _once(failure: Exception) -> Exception:
-    """A failure of one image of several: asking again would repeat the work that the others are."""
-    if isinstance(failure, DiffusionError) and failure.status is Status.UNAVAILABLE and failure.code:
-        again = unavailable(failure.message, failure.code)
-        again.headers.update(DO_NOT_RETRY)
-        return again
-    return failure
 
 
 def _check(generation: Generation, settings: ImageSettings) -> None:

@@ -36,7 +36,7 @@ def routes(
     """The route of image generation."""
     router = APIRouter(prefix="/v1/images", tags=["images"])
     recovery = Recovery(triton, registry, metrics)
-    generator = ImageGenerator(triton, recovery, metrics, settings.request_timeout_seconds)
+    generator = ImageGenerator(triton, recovery, metrics, settings)
 
     @router.post("/generations", openapi_extra=_SCHEMA)
     async def generate(http_request: Request) -> Response:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from diffusion_backend.client import Generation
 from diffusion_backend.errors import DiffusionError, Status
 
-from openai_adapter.errors import unavailable
+from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.metrics import Metrics
 from openai_adapter.registry import Registry
 from openai_adapter.triton import Triton
@@ -65,7 +65,8 @@ class Recovery:
             for task in attempts:
                 task.cancel()
             await asyncio.gather(*attempts, return_exceptions=True)
-        raise self._interrupted()
+        # It may be this request that brings the process down, and batch mates with it.
+        raise self._interrupted(DO_NOT_RETRY)
 
     async def _wait_until_well(self, model: str, attempts: list[asyncio.Task[Generation]]) -> None:
         """Until another attempt is worth it, or an earlier one has made the picture after all."""
@@ -76,13 +77,15 @@ class Recovery:
                     self._registry.find(model)  # 404 when it was unloaded meanwhile
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
-            raise self._interrupted() from None
+            raise self._interrupted({}) from None
 
-    def _interrupted(self) -> Exception:
+    def _interrupted(self, headers: Mapping[str, str]) -> ApiError:
         self._metrics.interruptions.labels("failed").inc()
-        return unavailable(
+        error = unavailable(
             "the model server lost a process while it made this picture", "generation_interrupted"
         )
+        error.headers.update(headers)
+        return error
 
 
 def _made(attempts: list[asyncio.Task[Generation]]) -> Generation | None:

@@ -78,6 +78,11 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body")
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
+    max_images_in_flight: int = Field(
+        64,
+        ge=10,
+        description="images that are made or wait at the same time, by model; 10 are those of one request",
+    )
     shutdown_seconds: int = Field(30, ge=0, description="how long running requests may finish on shutdown")
     keep_alive_seconds: int = Field(75, gt=0, description="how long an idle connection stays open")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
@@ -31,6 +32,8 @@ from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -150,10 +153,10 @@ def require_final(last: Generation | None) -> Generation:
     """The finished picture, which is the last one that a request's stream gave.
 
     Raises:
-        DiffusionError: UNAVAILABLE, the stream ended before it.
+        DiffusionError: CANCELLED, the stream ended before it: so it does when somebody cancels the request.
     """
     if last is None or not last.info["is_final"]:
-        raise DiffusionError("the server ended the request without a picture", status=Status.UNAVAILABLE)
+        raise DiffusionError("the request was cancelled", code="cancelled", status=Status.CANCELLED)
     return last
 
 
@@ -311,7 +314,11 @@ class AsyncDiffusionClient:
         cancel = infer_request(denoise_model(model), {"cancel": request_id}, f"cancel-{request_id}")
         async with aclosing(self._exchange(request, cancel, timeout)) as results:
             async for result in results:
-                yield to_generation(result)
+                generation = to_generation(result)
+                if "error" in generation.info:  # a preview that could not be made
+                    logger.warning("no preview of step %s", generation.info["step"])
+                else:
+                    yield generation
 
     async def cancel(self, model: str, request_id: str) -> None:
         """Cancel a request by its id, whoever sent it. On a machine behind a load balancer: only if it is there.

@@ -10,6 +10,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,10 @@ def unpack(blob: bytes) -> Conditioning:
         dtype = header["dtype"]
         if dtype not in (None, *DTYPES):
             raise ValueError(f"its dtype is {dtype!r}, not one of {', '.join(DTYPES)}")
-        return Conditioning(calls, dict(header["settings"]), float(header["encode_seconds"]), rows, dtype)
+        seconds = float(header["encode_seconds"])
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"its encode_seconds are {seconds}, not a time")
+        return Conditioning(calls, dict(header["settings"]), seconds, rows, dtype)
     except (SafetensorError, *MALFORMED) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 

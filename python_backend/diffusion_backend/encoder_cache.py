@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
+from transformers.utils import ModelOutput
 
 
 class EncoderCache:
@@ -45,9 +47,9 @@ class EncoderCache:
             # A copy, here and below: pipelines may write into what they are given.
             return copy.deepcopy(self._entries[key][0])
         self._count("miss")
-        result = compute()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(result))
-        if size <= self._max_bytes:
+        result = _without_attention_cache(compute())
+        size = _bytes(result)
+        if size is not None and size <= self._max_bytes:
             self._entries[key] = copy.deepcopy(result), size
             self.bytes += size
             while self.bytes > self._max_bytes:
@@ -71,12 +73,22 @@ def _key(value: Any) -> Hashable:
     return None
 
 
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
+def _without_attention_cache(result: Any) -> Any:
+    """Language models return the keys and values of all their layers as well, for text that is to go on: not here."""
+    if isinstance(result, ModelOutput) and any(isinstance(value, Cache) for value in result.values()):
+        return type(result)(**{name: value for name, value in result.items() if not isinstance(value, Cache)})
+    return result
+
+
+def _bytes(result: Any) -> int | None:
+    """Of all tensors in ``result``; None if it holds something whose size is not known."""
     if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, Mapping):
-        for part in result.values():
-            yield from _tensors(part)
-    elif isinstance(result, list | tuple):
-        for part in result:
-            yield from _tensors(part)
+        return result.numel() * result.element_size()
+    if result is None or isinstance(result, bool | int | float | str):
+        return 0
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, list | tuple):
+        sizes = [_bytes(part) for part in result]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+    return None

@@ -94,6 +94,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[_Running | Callable[[], None] | None] = queue.SimpleQueue()
         self._arrived: deque[_Running] = deque()
         self._standing: deque[_Running] = deque()  # the one that has waited longest comes first
+        self._batch: list[_Running] = []  # those of the forward that runs
         self._lowered: dict[
             Hashable, tuple[float, float]
         ] = {}  # by a call's key: a cap of its own, and until when
@@ -184,8 +185,10 @@ class Engine:
                     self._step()
                 except Exception as error:  # a fault of the engine itself
                     logger.exception("the step engine failed")
-                    for one in self._standing:
-                        self._end(one, "failed", partial(one.job.fail, error))
+                    for one in (*self._batch, *self._standing):
+                        if one.job.request_id in self._live:
+                            self._end(one, "failed", partial(one.job.fail, error))
+                    self._batch = []
                     self._standing.clear()
 
     def _take_in(self) -> bool:
@@ -225,7 +228,7 @@ class Engine:
         self._end(one, "cancelled", one.job.cancelled)
 
     def _step(self) -> None:
-        batch = self._next_batch()
+        batch = self._batch = self._next_batch()
         if not batch:
             return
         started = time.perf_counter()

@@ -14,6 +14,11 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether our kernels run where ``x`` is."""
+    return x.is_cuda
+
+
 class GroupNormSiLU(nn.Module):
     """``GroupNorm``, then SiLU where ``silu``: [N, C, H, W] to the same shape and dtype."""
 
@@ -24,10 +29,11 @@ class GroupNormSiLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
-        if x.is_cuda:
+        if has_kernels(x):
             from diffusion_kernels.group_norm_silu import group_norm_silu
 
-            return group_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu=self.silu)
+            x = x.contiguous(memory_format=torch.channels_last)
+            return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
         y: torch.Tensor = norm(x)
         return F.silu(y, inplace=True) if self.silu else y
 
@@ -43,9 +49,11 @@ class RmsNormSiLU(nn.Module):
             self.bias = nn.Parameter(norm.bias.flatten(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
+        if has_kernels(x):
             from diffusion_kernels.rms_norm_silu import rms_norm_silu
 
+            # Not every convolution keeps the layout where there is one frame.
+            x = x.contiguous(memory_format=torch.channels_last_3d)
             return rms_norm_silu(x, self.gamma, self.bias)
         pixels = x.movedim(1, -1)  # dense, since x is channels_last
         # eps: F.normalize's, which bounds the norm by 1e-12, hardly differs for vectors that are not all but zero.

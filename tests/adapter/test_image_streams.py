@@ -229,8 +229,44 @@ def test_a_sibling_that_is_refused_cancels_the_others(server: RunningServer, is_
     before = cancelled(server)
     answer = asyncio.run(run())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
-    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["retry-after"]
+    assert "x-should-retry" not in answer.headers
     wait_until_cancelled(server, before + PLACES)
+
+
+def test_too_many_images_are_refused_before_anything_is_made(
+    start_adapter: Callable[..., AdapterProcess], server: RunningServer
+) -> None:
+    """All of a request or none; and the places are free again when others end."""
+    adapter = start_adapter(*flags_for(server), "--max-images-in-flight", "10")
+    adapter.wait("/health")
+    url = adapter.url + GENERATIONS
+    long = {"prompt": PROMPT, "n": 8, "num_inference_steps": LONG}
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            others = asyncio.create_task(http.post(url, json=long))
+            while triton_metrics.read(server.metrics_url, "running_rows") < 8:
+                await asyncio.sleep(0.02)
+            answers = [
+                await http.post(url, json={"prompt": PROMPT, "n": n, "num_inference_steps": 2})
+                for n in (3, 2)
+            ]
+            others.cancel()
+            await asyncio.wait({others})
+            while triton_metrics.read(server.metrics_url, "running_rows"):
+                await asyncio.sleep(0.02)
+            return [
+                *answers,
+                await http.post(url, json={"prompt": PROMPT, "n": 10, "num_inference_steps": 2}),
+            ]
+
+    refused, fits, later = asyncio.run(run())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert refused.headers["retry-after"]
+    assert "x-should-retry" not in refused.headers
+    assert (fits.status_code, later.status_code) == (200, 200)
+    assert len(later.json()["data"]) == 10
 
 
 def test_a_deadline_that_passes_after_the_first_event(
@@ -320,7 +356,7 @@ def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch:
     async def run() -> list[Picture]:
         seen = []
         async with AsyncDiffusionClient(server.grpc_url) as triton.client:
-            generator = ImageGenerator(triton, Recovery(triton, registry, metrics), metrics, timeout=60)
+            generator = ImageGenerator(triton, Recovery(triton, registry, metrics), metrics, Settings())
             async for picture in generator.stream(MODEL, image_request.plan(request, LIMITS), request):
                 if not seen:
                     registry.report_loss(f"{MODEL}_denoise")

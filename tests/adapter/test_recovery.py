@@ -114,7 +114,7 @@ def test_twice_lost_is_a_clean_503(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ApiError) as caught:
         scene.run()
     assert (caught.value.status, caught.value.code) == (503, "generation_interrupted")
-    assert caught.value.headers["Retry-After"]
+    assert caught.value.headers["x-should-retry"] == "false"
     assert "one_encode" not in caught.value.message
     assert scene.outcomes() == {"recovered": None, "failed": 1}
 
@@ -126,6 +126,8 @@ def test_a_model_that_is_not_healed_is_a_clean_503(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ApiError) as caught:
         scene.run()
     assert caught.value.code == "generation_interrupted"
+    assert caught.value.headers["Retry-After"]
+    assert "x-should-retry" not in caught.value.headers
     assert scene.started == 1
 
 

@@ -215,6 +215,31 @@ def text_tensor(name: str, text: str, shape: tuple[int, ...] = (1,)) -> Any:
     return pb_utils.Tensor(name, np.array([text.encode()], dtype=np.object_).reshape(shape))
 
 
+def read_request_id(request: Any) -> str:
+    """The id that the client gave, or an empty text.
+
+    Raises:
+        DiffusionError: it is not valid UTF-8.
+    """
+    try:
+        return str(request.request_id())
+    except UnicodeDecodeError:
+        raise invalid("id", "'id' is not valid UTF-8", "invalid_unicode") from None
+
+
+def read_parameters(request: Any) -> dict[str, Any]:
+    """The request's parameters.
+
+    Raises:
+        DiffusionError: they are not valid UTF-8.
+    """
+    try:
+        parameters: dict[str, Any] = json.loads(request.parameters() or "{}")
+    except UnicodeDecodeError:
+        raise invalid("parameters", "the parameters are not valid UTF-8", "invalid_unicode") from None
+    return parameters
+
+
 def text_input(request: Any, name: str) -> str | None:
     """The one element of a BYTES input, or None when the optional input is absent.
 
@@ -294,12 +319,19 @@ def send_in_stream(sender: Any, response: Any, request_id: str) -> None:
 
 
 def error_response(error: BaseException, request_id: str) -> Any:
-    """Triton's form of an error. What is not ours is logged in full and answered in general words.
+    """Triton's form of ``to_ours``."""
+    import triton_python_backend_utils as pb_utils
+
+    ours = to_ours(error, request_id)
+    code = getattr(pb_utils.TritonError, ours.status.value)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(ours.to_text(), code))
+
+
+def to_ours(error: BaseException, request_id: str) -> DiffusionError:
+    """What the client is told. What is not ours is logged in full and answered in general words.
 
     Without a request id it is a warmup request, whose error is the operator's: there the reason is told.
     """
-    import triton_python_backend_utils as pb_utils
-
     if not isinstance(error, DiffusionError):
         logger.error("request %s failed", request_id, exc_info=error)
         reason = "" if request_id else f": {error}"
@@ -307,5 +339,4 @@ def error_response(error: BaseException, request_id: str) -> Any:
     if not request_id:
         # tritonserver may crash before it tells (see check_warmup).
         logger.error("a warmup sample, or another request without an id, failed: %s", error)
-    code = getattr(pb_utils.TritonError, error.status.value)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(error.to_text(), code))
+    return error

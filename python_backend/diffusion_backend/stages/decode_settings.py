@@ -13,7 +13,9 @@ from diffusion_backend.settings import MAX_SEED, ModelLimits, Settings, parse_si
 
 class DecodeSettings(BaseModel):
     """No prompt is among them. ``decode_arguments`` are the pipeline's further arguments of ``vae.decode``, as
-    ``values.to_json`` writes them."""
+    ``values.to_json`` writes them. ``error`` is a ``DiffusionError``'s text, which vae_decode answers instead of a
+    picture: an error of denoise itself, while a preview of the same request is decoded, would leave a request that
+    tritonserver 2.51 never counts out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -25,6 +27,7 @@ class DecodeSettings(BaseModel):
     num_inference_steps: int = Field(gt=0)
     step: int = Field(ge=0)
     is_final: bool
+    error: str | None = None
     decode_arguments: dict[str, JsonValue]
     timings: dict[Literal["encode_seconds", "denoise_seconds"], Annotated[float, Field(ge=0)]]
 

@@ -18,6 +18,8 @@ from diffusion_backend.stages.decode_settings import DecodeSettings
 
 logger = logging.getLogger("diffusion_backend")
 
+Made = tuple[Any, str]  # latents, float32 on the CPU without a row axis, and DecodeSettings as JSON
+
 
 class TritonPythonModel:
     """Admits requests and answers them. The engine's thread does the work; ``execute`` never waits for it."""
@@ -84,13 +86,14 @@ class TritonPythonModel:
         }
 
     def _admit(self, request: Any) -> None:
-        answer = _Answer(request, is_decoupled=self._is_decoupled)
+        answer = _Answer(request.get_response_sender(), is_decoupled=self._is_decoupled)
         try:
+            answer.request_id = common.read_request_id(request)
             if common.asks_to_describe(request):
                 # At once, whatever the engine does: who asks wants to know whether this process lives.
                 if not self._engine.is_alive:
                     raise DiffusionError("the step engine has died", code="internal_error")
-                answer.succeed(common.description_response(self._description, (1,)))
+                answer.describe(common.description_response(self._description, (1,)))
             elif (cancelled := common.text_input(request, "cancel")) is not None:
                 if not cancelled:
                     raise invalid("cancel", "'cancel' is empty; allowed: the id of a request")
@@ -98,7 +101,7 @@ class TritonPythonModel:
                 if self._is_decoupled:
                     answer.end()
                 else:
-                    answer.succeed(common.description_response(json.dumps({"cancelled": cancelled}), (1,)))
+                    answer.describe(common.description_response(json.dumps({"cancelled": cancelled}), (1,)))
             else:
                 self._submit(request, answer)
         except Exception as error:
@@ -110,21 +113,21 @@ class TritonPythonModel:
         settings = check(self._config.limits, conditioning.settings)
         check_previews(settings.partial_images, self._no_previews)
         check_trajectory(settings.trajectory, self._no_trajectory)
-        if conditioning.rows > 1 and request.request_id():
+        if conditioning.rows > 1 and answer.request_id:
             raise invalid(
                 "conditioning",
                 f"'conditioning' has {conditioning.rows} rows; allowed: 1, but in a warmup sample",
             )
         limits = self._config.limits
         timeout = request.timeout()
-        request_id = request.request_id() or str(uuid.uuid4())
+        request_id = answer.request_id or str(uuid.uuid4())
         answer.wait_for(conditioning.rows)
         self._engine.submit(
             *(
                 self._job(
                     request_id=f"{request_id}/{row}" if row else request_id,
                     work=lambda denoiser: self._denoise(conditioning, settings, denoiser, answer),
-                    succeed=lambda made: answer.succeed(_response(made)),
+                    succeed=answer.succeed,
                     fail=answer.fail,
                     cancelled=answer.end,
                     size=settings.width * settings.height / (limits.default_width * limits.default_height),
@@ -150,8 +153,8 @@ class TritonPythonModel:
 
     def _denoise(
         self, conditioning: Any, settings: Settings, denoiser: Callable[..., Any], answer: _Answer
-    ) -> tuple[Any, str]:
-        """The final latents, float32 on the CPU without a row axis, and what vae_decode must know."""
+    ) -> Made:
+        """The final latents, and what vae_decode must know."""
         started = time.perf_counter()
 
         def run(denoiser: Callable[..., Any], prepare: Callable[[Any], None] | None = None) -> Any:
@@ -165,7 +168,7 @@ class TritonPythonModel:
                 prepare=prepare,
             )
 
-        def made(denoised: Any, step: int | None = None) -> tuple[Any, str]:
+        def made(denoised: Any, step: int | None = None) -> Made:
             timings = {
                 "encode_seconds": conditioning.encode_seconds,
                 "denoise_seconds": time.perf_counter() - started,
@@ -176,7 +179,7 @@ class TritonPythonModel:
             return denoised.latents[0].contiguous().cpu(), decode_settings.model_dump_json()
 
         def show(step: int, denoised: Any) -> None:
-            self._engine.tell(lambda preview: answer.show(_response(preview)), made(denoised, step))
+            self._engine.tell(answer.show, made(denoised, step))
 
         count = settings.num_inference_steps
         steps = (
@@ -191,7 +194,7 @@ class TritonPythonModel:
         return made(run(denoiser))
 
 
-def _response(made: tuple[Any, str]) -> Any:
+def _response(made: Made) -> Any:
     import triton_python_backend_utils as pb_utils
 
     latents, settings = made
@@ -201,39 +204,53 @@ def _response(made: tuple[Any, str]) -> Any:
 
 
 class _Answer:
-    """The one answer to a request, given when all rows that it waits for have ended."""
+    """The one answer to a request, given when all rows that it waits for have ended; previews may come before it."""
 
-    def __init__(self, request: Any, *, is_decoupled: bool) -> None:
-        self._sender = request.get_response_sender()
-        self._request_id = request.request_id()
+    def __init__(self, sender: Any, *, is_decoupled: bool) -> None:
+        self.request_id = "?"
+        self._sender = sender
         self._is_decoupled = is_decoupled
         self._rows = 1
+        self._shown: Made | None = None
 
     def wait_for(self, rows: int) -> None:
         """Warmup asks for several rows of one request."""
         self._rows = rows
 
-    def succeed(self, response: Any) -> None:
-        self._rows -= 1
-        if self._rows != 0:
-            return  # others run yet, or it has been answered
-        if self._is_decoupled:
-            common.send_in_stream(self._sender, response, self._request_id)
-        else:
-            self._send_last(response)
+    def describe(self, response: Any) -> None:
+        """The answer to a request that wants no work."""
+        self._rows = 0
+        self._send(response)
 
-    def show(self, response: Any) -> None:
+    def succeed(self, made: Made) -> None:
+        if self._rows > 1:
+            self._rows -= 1
+        elif self._rows == 1:  # 0: it has been answered
+            self._send(_response(made))
+            self._rows = 0
+
+    def show(self, made: Made) -> None:
         """A preview; there is more to come."""
-        self._sender.send(response)
+        self._sender.send(_response(made))
+        self._shown = made
 
     def fail(self, error: BaseException) -> None:
-        if self._rows > 0:
-            self._rows = 0
-            self._send_last(common.error_response(error, self._request_id))
+        if self._rows == 0:
+            return
+        self._rows = 0
+        if self._shown is None:
+            self._send_last(common.error_response(error, self.request_id))
+        else:
+            latents, settings = self._shown
+            last = DecodeSettings.model_validate_json(settings)
+            text = common.to_ours(error, self.request_id).to_text()
+            last = last.model_copy(update={"is_final": True, "error": text})
+            # With the end of the stream: vae_decode is fast to answer, and must not be before it.
+            self._send_last(_response((latents, last.model_dump_json())))
 
     def end(self) -> None:
         """The request was cancelled: an empty end, since an error would leak a count in tritonserver 2.51."""
-        if self._rows <= 0:
+        if self._rows == 0:
             return
         if self._is_decoupled:
             import triton_python_backend_utils as pb_utils
@@ -242,6 +259,12 @@ class _Answer:
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         else:
             self.fail(common.cancelled())  # one response is mandatory there
+
+    def _send(self, response: Any) -> None:
+        if self._is_decoupled:
+            common.send_in_stream(self._sender, response, self.request_id)
+        else:
+            self._send_last(response)
 
     def _send_last(self, response: Any) -> None:
         import triton_python_backend_utils as pb_utils

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -48,18 +47,20 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
 
-        if common.asks_to_describe(request):
-            return common.description_response(self._description, (1, 1))
+        request_id = "?"
         try:
-            if request.request_id() in self._tombstones:
+            request_id = common.read_request_id(request)
+            if common.asks_to_describe(request):
+                return common.description_response(self._description, (1, 1))
+            if request_id in self._tombstones:
                 raise common.cancelled()
             blob = self._encode(
                 common.text_input(request, "prompt"),
                 common.text_input(request, "negative_prompt"),
-                json.loads(request.parameters() or "{}"),
+                common.read_parameters(request),
             )
         except Exception as error:
-            return common.error_response(error, request.request_id())
+            return common.error_response(error, request_id)
         # The leading axis is Triton's batch axis.
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("conditioning", np.frombuffer(blob, np.uint8)[None])]

@@ -53,13 +53,15 @@ class TritonPythonModel:
         responses: list[Any] = [None] * len(requests)
         works: list[Work] = []
         for index, request in enumerate(requests):
+            request_id = "?"
             try:
+                request_id = common.read_request_id(request)
                 if common.asks_to_describe(request):
                     responses[index] = common.description_response(self._description, (1, 1))
                 else:
-                    works.append(self._read(index, request))
+                    works.append(self._read(index, request_id, request))
             except Exception as error:
-                responses[index] = common.error_response(error, request.request_id())
+                responses[index] = common.error_response(error, request_id)
         limits = self._config.limits
         for batch in group(works, self._max_rows * limits.default_width * limits.default_height):
             for work, response in zip(batch, self._answer(batch), strict=True):
@@ -77,22 +79,27 @@ class TritonPythonModel:
     def _check_sample(self, files: dict[str, bytes]) -> None:
         parse_decode_settings(common.text_sample("settings", files["settings"]), self._config.limits)
 
-    def _read(self, index: int, request: Any) -> Work:
+    def _read(self, index: int, request_id: str, request: Any) -> Work:
         settings = parse_decode_settings(common.text_input(request, "settings"), self._config.limits)
+        if settings.error is not None:
+            raise DiffusionError.from_text(settings.error) or invalid(
+                "settings", "'error' is none of denoise's"
+            )
         # A preview is decoded all the same: denoise runs yet, and tells of the cancel.
-        if settings.is_final and request.request_id() in self._tombstones:
+        if settings.is_final and request_id in self._tombstones:
             raise common.cancelled()
         latents = common.array_input(request, "latents")
-        self._check_latents(latents, settings)
         tier = resolve_tier(settings.quality, self._config.limits.default_quality)
-        return Work(index, request.request_id(), latents, settings, tier)
+        return Work(index, request_id, latents, settings, tier)
 
     def _answer(self, batch: list[Work]) -> list[Any]:
         try:
+            for work in batch:
+                self._check_latents(work.latents, work.settings)
             return self._decode(batch)
         except Exception as error:
             if len(batch) == 1:
-                return [common.error_response(error, batch[0].request_id)]
+                return [self._failure(error, batch[0])]
         return [response for work in batch for response in self._answer([work])]  # whose fault it was
 
     def _decode(self, batch: list[Work]) -> list[Any]:
@@ -110,6 +117,19 @@ class TritonPythonModel:
         self._metrics.decoded(path.value, len(batch), seconds)
         return [self._response(image, work, path, seconds) for image, work in zip(images, batch, strict=True)]
 
+    def _failure(self, error: Exception, work: Work) -> Any:
+        """An error; or an empty picture in the place of a preview, whose request denoise still works for."""
+        import triton_python_backend_utils as pb_utils
+
+        if work.settings.is_final:
+            return common.error_response(error, work.request_id)
+        ours = common.to_ours(error, work.request_id)
+        info = {**work.settings.model_dump(exclude={"decode_arguments", "timings"}), "error": ours.message}
+        empty = np.zeros((1, 0, 0, 3), np.uint8)
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("images", empty), common.text_tensor("info", json.dumps(info), (1, 1))]
+        )
+
     def _response(self, image: np.ndarray[Any, Any], work: Work, path: Tier, seconds: float) -> Any:
         import triton_python_backend_utils as pb_utils
 
@@ -123,7 +143,7 @@ class TritonPythonModel:
         timings = {str(name): taken for name, taken in settings.timings.items()}
         timings["decode_seconds"] = seconds
         info = {
-            **settings.model_dump(exclude={"decode_arguments", "timings"}),
+            **settings.model_dump(exclude={"decode_arguments", "timings", "error"}),
             "decode_path": path.value,
             "timings": timings,
         }

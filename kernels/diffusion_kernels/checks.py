@@ -1,0 +1,64 @@
+"""What the kernels refuse. Every check raises a ``ValueError`` that names what is allowed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+# Fixed when triton is imported: the decorators of the kernels read it at that moment too.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A CUDA grid has at most so many programs on its second axis, where the kernels put the batch.
+MAX_BATCH = 65535
+
+
+def require_input(x: Tensor) -> None:
+    """Refuses an input that is empty, of another dtype, too large a batch or where no kernel can run."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+    if x.numel() == 0:
+        raise ValueError(f"x is empty, with shape {tuple(x.shape)}: expected at least one element")
+    if x.shape[0] > MAX_BATCH:
+        raise ValueError(f"x has a batch of {x.shape[0]}: expected at most {MAX_BATCH}")
+    if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
+        raise ValueError(
+            f"x is on {x.device}: expected a CUDA tensor (or a CPU tensor with TRITON_INTERPRET=1)"
+        )
+
+
+def require_channels_last(x: Tensor, dimensions: tuple[int, ...]) -> torch.memory_format:
+    """Refuses another number of dimensions or another layout than dense channels last; returns that layout."""
+    if x.dim() not in dimensions:
+        raise ValueError(f"x has {x.dim()} dimensions: expected {' or '.join(map(str, dimensions))}")
+    layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    if not x.is_contiguous(memory_format=layout):
+        raise ValueError(
+            f"x has strides {x.stride()} for shape {tuple(x.shape)}: expected dense {layout}; "
+            f"x.contiguous(memory_format={layout}) makes it so"
+        )
+    return layout
+
+
+def require_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    """Refuses a parameter that is not one dense floating-point value a channel on the device of ``x``."""
+    channels = x.shape[1]
+    # [C], or [C, 1, 1] and [C, 1, 1, 1] as the modules keep it that broadcast it over pixels.
+    if parameter.dim() == 0 or parameter.shape[0] != channels or parameter.numel() != channels:
+        raise ValueError(f"{name} has shape {tuple(parameter.shape)}: expected ({channels},)")
+    if parameter.dtype not in DTYPES:
+        raise ValueError(f"{name} is {parameter.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+    if parameter.device != x.device:
+        raise ValueError(f"{name} is on {parameter.device}: expected the device of x, {x.device}")
+    if not parameter.is_contiguous():
+        raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous tensor")
+
+
+def require_no_grad(**tensors: Tensor | None) -> None:
+    """Refuses tensors whose gradient would be lost: the kernels have no backward pass."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient: expected torch.no_grad() or torch.inference_mode()"
+                )
