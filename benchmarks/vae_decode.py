@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -43,7 +44,9 @@ if __name__ == "__main__":
 
 import measure
 import torch
+import vae_kernels
 import vae_traffic
+from ceilings import Ceilings
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.video_processor import VideoProcessor
 from diffusion_backend import fast_path
@@ -51,7 +54,6 @@ from diffusion_backend.config_text import FAST_PATH_MIN_PSNR_DB
 from diffusion_backend.fast_decoders import FastDecoder
 from diffusion_backend.fast_path_gate import register_vae_fast_path_gate, use_vae_fast_path
 from diffusion_backend.loading import quiet_libraries
-from torch.nn import functional
 from vaes import FACTOR, Case
 
 HEADLINE = "AutoencoderKL"
@@ -64,7 +66,7 @@ IDENTICAL_DB = 200.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and for how long. Lossless CPU decodes take seconds, and a compilation most of a minute."""
+    """What is measured, and for how long. On a CPU a lossless decode takes seconds, and a compilation half a minute."""
 
     cases: tuple[Case, ...]
     rounds: int  # at least
@@ -73,44 +75,55 @@ class Plan:
     compile_until: float  # no further compilation is begun later than so many seconds after the start
     compile_both: tuple[str, ...]  # cases that are compiled in the fast dtype, too
     peak_side: int  # of the matrices
+    peak_repeats: int
     copied_bytes: int
 
     @classmethod
     def of(cls, device: torch.device, *, is_quick: bool) -> Plan:
-        kl, flux2 = HEADLINE, "AutoencoderKLFlux2"
-        if device.type == "cuda":
-            # What matters most comes first: later ones are not compiled any more.
-            first = (
-                Case(kl, 1024),
-                Case(kl, 512),
-                Case(kl, 2048),
-                Case(flux2, 1024),
-                Case(kl, 1024, batch=4),
-            )
-            rest = (
-                *(Case(kl, side, batch=4) for side in (512, 2048)),
-                *(Case(flux2, side) for side in (512, 2048)),
-                *(Case(flux2, side, batch=4) for side in (512, 1024, 2048)),
-            )
-            cases = first[:1] if is_quick else first + rest
-            return cls(cases, 5, 20, 3.0, 200.0, ("kl_1024",), 8192, 4 << 30)
-        cases = (Case(kl, 256),)
+        return cls._of_gpu(is_quick=is_quick) if device.type == "cuda" else cls._of_cpu(is_quick=is_quick)
+
+    @classmethod
+    def _of_cpu(cls, *, is_quick: bool) -> Plan:
+        cases = [Case(HEADLINE, 256)]
         if not is_quick:
-            cases += (
-                Case(kl, 512),
-                Case(flux2, 256),
+            cases += [
+                Case(HEADLINE, 512),
+                Case("AutoencoderKLFlux2", 256),
                 Case("AutoencoderKLWan", 128, frames=2),
                 Case("AutoencoderKLQwenImage", 256, frames=1),
-            )
+            ]
         return cls(
-            cases,
-            3 if is_quick else 5,
-            3 if is_quick else 10,
-            20.0,
-            0.0 if is_quick else 600.0,
-            () if is_quick else ("kl_256", "kl_512"),
-            2048,
-            256 << 20,
+            cases=tuple(cases),
+            rounds=3 if is_quick else 5,
+            most_rounds=3 if is_quick else 10,
+            seconds=20.0,
+            compile_until=0.0 if is_quick else 600.0,
+            compile_both=() if is_quick else ("kl_256", "kl_512"),
+            peak_side=2048,
+            peak_repeats=1,
+            copied_bytes=256 << 20,
+        )
+
+    @classmethod
+    def _of_gpu(cls, *, is_quick: bool) -> Plan:
+        """In under 8 minutes on an H200. What matters most comes first: the last ones are not compiled any more."""
+        flux2 = "AutoencoderKLFlux2"
+        cases = [Case(HEADLINE, 1024)]
+        if not is_quick:
+            cases += [Case(HEADLINE, 512), Case(HEADLINE, 2048), Case(flux2, 1024), Case(HEADLINE, 1024, 4)]
+            cases += [Case(HEADLINE, side, 4) for side in (512, 2048)]
+            cases += [Case(flux2, side) for side in (512, 2048)]
+            cases += [Case(flux2, side, 4) for side in (512, 1024, 2048)]
+        return cls(
+            cases=tuple(cases),
+            rounds=5,
+            most_rounds=20,
+            seconds=3.0,
+            compile_until=0.0 if is_quick else 200.0,
+            compile_both=("kl_1024",),
+            peak_side=8192,
+            peak_repeats=10,
+            copied_bytes=4 << 30,
         )
 
 
@@ -119,12 +132,13 @@ class Contender:
     """A way to decode, and what it took: seconds, and seconds of this process's CPU time."""
 
     name: str
-    decode: Callable[[], torch.Tensor]
+    decode: Callable[[], torch.Tensor] | None  # none when it is done: its tensors are released
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     quality: dict[str, float] = field(default_factory=dict)
 
     def take_turn(self, device: torch.device) -> None:
+        assert self.decode is not None
         before = time.process_time()
         self.seconds.append(measure.seconds_of(self.decode, device))
         self.cpu_seconds.append(time.process_time() - before)
@@ -132,54 +146,6 @@ class Contender:
     @property
     def best(self) -> float:
         return min(self.seconds)
-
-
-class Ceilings:
-    """What this machine reaches at all: FLOPs a second by dtype, and bytes a second of a copy."""
-
-    def __init__(self, device: torch.device, plan: Plan, dtypes: set[torch.dtype]) -> None:
-        self.flops_per_second = dict.fromkeys(dtypes, 0.0)
-        self.matmul_flops_per_second = dict.fromkeys(dtypes, 0.0)
-        self.bytes_per_second = 0.0
-        self._device = device
-        self._repeats = 10 if device.type == "cuda" else 1
-        self._work = {dtype: list(self._products(plan.peak_side, dtype)) for dtype in dtypes}
-        self._source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
-        self._target = torch.empty_like(self._source)
-
-    def _products(
-        self, side: int, dtype: torch.dtype
-    ) -> list[tuple[bool, float, Callable[[], torch.Tensor]]]:
-        """Whether it is of matrices, the FLOPs, and the call: two sizes of matrices, and a decoder's convolution."""
-        products = []
-        for size in (side // 2, side):
-            a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
-            products.append((True, 2.0 * size**3, lambda a=a, b=b: a @ b))
-        channels, pixels = 256, side // 16
-        form = {"device": self._device, "dtype": dtype, "memory_format": torch.channels_last}
-        x = torch.randn(1, channels, pixels, pixels).to(**form)
-        weight = torch.randn(channels, channels, 3, 3).to(**form)
-        flops = 2.0 * 9 * channels**2 * pixels**2
-        products.append((False, flops, lambda: functional.conv2d(x, weight, padding=1)))
-        return products  # type: ignore[return-value]
-
-    def take_turn(self) -> None:
-        for dtype, products in self._work.items():
-            for is_matmul, flops, call in products:
-                rate = flops / measure.seconds_of(call, self._device, self._repeats)
-                self.flops_per_second[dtype] = max(self.flops_per_second[dtype], rate)
-                if is_matmul:
-                    self.matmul_flops_per_second[dtype] = max(self.matmul_flops_per_second[dtype], rate)
-        seconds = measure.seconds_of(lambda: self._target.copy_(self._source), self._device, self._repeats)
-        self.bytes_per_second = max(self.bytes_per_second, 2 * self._source.numel() / seconds)
-
-    def figures(self) -> dict[str, float]:
-        rates = {
-            f"{what}_{_name(dtype)}_gflops": rate / 1e9
-            for what, by_dtype in (("peak", self.flops_per_second), ("matmul", self.matmul_flops_per_second))
-            for dtype, rate in by_dtype.items()
-        }
-        return {**rates, "copy_gb_per_second": self.bytes_per_second / 1e9}
 
 
 @dataclass
@@ -192,13 +158,23 @@ class Result:
     notes: list[str]
     compile_seconds: dict[str, float] = field(default_factory=dict)
 
-    def of(self, name: str) -> Contender | None:
-        return next((contender for contender in self.contenders if contender.name == name), None)
+    def rows(self) -> list[list[str | float]]:
+        """Of the table."""
+        return [
+            [
+                f"{self.case.name}, {contender.name}",
+                contender.best * 1000,
+                statistics.median(contender.seconds) * 1000,
+                min(contender.cpu_seconds) * 1000,
+                self.contenders[0].best / contender.best,
+                *(contender.quality.get(what, "") for what in ("psnr_db", "own_range_psnr_db")),
+                f"{contender.quality['max_abs']:.1e}" if contender.quality else "",
+            ]
+            for contender in self.contenders
+        ]
 
     def figures(self, ceilings: Ceilings, vae_dtype: torch.dtype) -> dict[str, float]:
-        lossless, fast = self.of("lossless"), self.of("fast")
-        assert lossless is not None
-        assert fast is not None
+        lossless, fast = self.contenders[:2]
         traffic = vae_traffic.count(self.case, vae_dtype, self.fast_dtype)
         peak = ceilings.flops_per_second[self.fast_dtype]
         floor = traffic.flops / peak
@@ -222,13 +198,10 @@ class Result:
                 f"{name}_cpu_ms": min(contender.cpu_seconds) * 1000,
                 **{f"{name}_{what}": value for what, value in contender.quality.items()},
             }
-        for name, seconds in self.compile_seconds.items():
-            figures[f"{name.replace(' ', '_')}_first_call_seconds"] = seconds
-            compiled = self.of(name)
-            if compiled is not None:
-                figures[f"speedup_vs_{name.replace('compiled', 'compile').replace(' ', '_')}"] = (
-                    compiled.best / fast.best
-                )
+            if contender.name in self.compile_seconds:
+                figures[f"{name}_first_call_seconds"] = self.compile_seconds[contender.name]
+                ratio = f"speedup_vs_{name.replace('compiled', 'compile')}"
+                figures[ratio] = contender.best / fast.best
         return figures
 
 
@@ -285,22 +258,30 @@ def compiled(vae: Any, latents: torch.Tensor, dtype: torch.dtype | None) -> Call
     return decoding(vae, latents)
 
 
-def measure_case(
-    case: Case, device: torch.device, plan: Plan, ceilings: Ceilings, started: float
-) -> Result | None:
-    """All contenders in shuffled turns; None if it does not fit into the GPU's memory."""
+class LeftOutError(Exception):
+    """This case cannot be measured here; the text says why."""
+
+
+def measure_case(case: Case, device: torch.device, plan: Plan, ceilings: Ceilings, started: float) -> Result:
+    """All contenders in shuffled turns.
+
+    Raises:
+        LeftOutError: there is no fast path, or it does not fit into the GPU's memory.
+    """
     try:
-        return _measure_case(case, device, plan, ceilings, started)
+        result = _prepare(case, device, plan, started)
+        _take_turns(result.contenders, device, plan, ceilings)
     except torch.OutOfMemoryError:
-        print(f"{case.name}: left out, it does not fit into memory", file=sys.stderr)
-        return None
+        raise LeftOutError("it does not fit into the GPU's memory") from None
     finally:
         torch._dynamo.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    for contender in result.contenders:
+        contender.decode = None
+    return result
 
 
-def _measure_case(case: Case, device: torch.device, plan: Plan, ceilings: Ceilings, started: float) -> Result:
+def _prepare(case: Case, device: torch.device, plan: Plan, started: float) -> Result:
+    """The contenders, each after a first decode, which is compared with the lossless one."""
     dtype = vae_dtype(device)
     vae, latents = case.build(device, dtype), case.latents(device, dtype)
     plain = copy.deepcopy(vae)  # without a gate
@@ -308,27 +289,20 @@ def _measure_case(case: Case, device: torch.device, plan: Plan, ceilings: Ceilin
         pipeline(vae, device, case), case.latents_shape, device=device, min_psnr_db=FAST_PATH_MIN_PSNR_DB
     )
     if path.state != "installed":
-        sys.exit(f"error: {case.vae} has no fast path: {path.reason}")
-    fast_dtype: torch.dtype = getattr(torch, path.dtype or "")
-    result = Result(
-        case,
-        fast_dtype,
-        [
-            Contender("lossless", decoding(vae, latents)),
-            Contender("fast", decoding(vae, latents, is_fast=True)),
-        ],
-        [],
-    )
-    if device.type == "cpu" and fast_dtype != torch.float32:
+        raise LeftOutError(f"it has no fast path: {path.reason}")
+    contenders = [
+        Contender("lossless", decoding(vae, latents)),
+        Contender("fast", decoding(vae, latents, is_fast=True)),
+    ]
+    result = Result(case, getattr(torch, path.dtype or ""), contenders, [])
+    if device.type == "cpu" and result.fast_dtype != torch.float32:
         without_units = copy.deepcopy(plain)
         register_vae_fast_path_gate(without_units, FastDecoder(without_units, torch.float32))
-        result.contenders.append(Contender("fast float32", decoding(without_units, latents, is_fast=True)))
-    reference = result.contenders[0].decode()
-    for contender in result.contenders[1:]:
-        contender.quality = compare(contender.decode(), reference)
+        contenders.append(Contender("fast float32", decoding(without_units, latents, is_fast=True)))
+    reference, *others = (contender.decode() for contender in contenders if contender.decode)
+    for contender, output in zip(contenders[1:], others, strict=True):
+        contender.quality = compare(output, reference)
     _add_compiled(result, plain, latents, reference, plan, started)
-    del reference
-    _take_turns(result.contenders, device, plan, ceilings)
     return result
 
 
@@ -340,11 +314,9 @@ def _add_compiled(
     if case.vae not in COMPILED:
         result.notes.append(NOT_COMPILED)
         return
-    wanted = [("compiled", None)]
-    if case.prefix in plan.compile_both and result.fast_dtype != latents.dtype:
+    wanted: list[tuple[str, torch.dtype | None]] = [("compiled", None)]
+    if case.prefix in plan.compile_both:
         wanted.append(("compiled fast", result.fast_dtype))
-    elif case.prefix in plan.compile_both:
-        wanted.append(("compiled fast", latents.dtype))  # for its channels_last
     must = case.prefix == headline(plan.cases).prefix
     for name, dtype in wanted:
         elapsed = time.monotonic() - started
@@ -355,9 +327,10 @@ def _add_compiled(
             return
         print(f"{case.name}: compiling", file=sys.stderr)
         begun = time.monotonic()
-        contender = Contender(name, compiled(vae, latents, dtype))
-        contender.quality = compare(contender.decode(), reference)
+        decode = compiled(vae, latents, dtype)
+        contender = Contender(name, decode, quality=compare(decode(), reference))
         result.compile_seconds[name] = time.monotonic() - begun
+        result.notes.append(f"the first call of {name} took {result.compile_seconds[name]:.0f} s")
         result.contenders.append(contender)
 
 
@@ -384,101 +357,95 @@ def headline(cases: tuple[Case, ...]) -> Case:
     )
 
 
-def report(
-    results: list[Result], figures: dict[str, float], ceilings: Ceilings, device: torch.device
-) -> None:
-    """Print tables."""
-    gpu = f"; {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    rows: list[list[str | float]] = []
-    for result in results:
-        lossless = result.contenders[0]
-        for contender in result.contenders:
-            quality = contender.quality
-            rows.append(
-                [
-                    f"{result.case.name}, {contender.name}",
-                    contender.best * 1000,
-                    statistics.median(contender.seconds) * 1000,
-                    min(contender.cpu_seconds) * 1000,
-                    lossless.best / contender.best,
-                    *(
-                        (quality["psnr_db"], quality["own_range_psnr_db"], f"{quality['max_abs']:.1e}")
-                        if quality
-                        else ("", "", "")
-                    ),
-                ]
-            )
-    measure.report(
-        f"VAE decode, random weights{gpu}",
-        ["", "best ms", "median ms", "CPU ms", "speedup", "PSNR dB", "own range", "max abs"],
-        rows,
-    )
-    measure.report(
-        "the fast decoder's floor: its FLOPs at the highest rate measured",
-        ["", "GFLOP", "lossless GFLOP", "dtype", "floor ms", "fast ms", "share"],
-        [
+@dataclass
+class Report:
+    """All that was measured."""
+
+    device: torch.device
+    ceilings: Ceilings
+    results: list[Result]
+    left_out: dict[str, str]  # why, by case
+
+    def figures(self) -> dict[str, float]:
+        figures = self.ceilings.figures()
+        for result in self.results:
+            own = result.figures(self.ceilings, vae_dtype(self.device))
+            figures |= {f"{result.case.prefix}_{name}": value for name, value in own.items()}
+        largest = headline(tuple(result.case for result in self.results)).prefix
+        names = ("speedup", "psnr_db", "speedup_vs_compile", "share_of_floor")
+        first = {name: figures[f"{largest}_{name}"] for name in names if f"{largest}_{name}" in figures}
+        return {**first, **figures}
+
+    def show(self, figures: dict[str, float]) -> None:
+        """Print tables, and what is missing."""
+        gpu = f"; {torch.cuda.get_device_name(self.device)}" if self.device.type == "cuda" else ""
+        measure.report(
+            f"VAE decode, random weights{gpu}",
+            ["", "best ms", "median ms", "CPU ms", "speedup", "PSNR dB", "own range", "max abs"],
+            [row for result in self.results for row in result.rows()],
+        )
+        columns = ("gflop", "lossless_gflop", "floor_ms", "roofline_ms", "fast_ms", "share_of_floor")
+        measure.report(
+            "the floor of the fast decoder: its FLOPs at the highest rate; 'memory': or its bytes, of each operation",
+            ["", "dtype", "GFLOP", "lossless", "floor ms", "memory ms", "fast ms", "share"],
             [
-                result.case.name,
-                figures[f"{result.case.prefix}_gflop"],
-                figures[f"{result.case.prefix}_lossless_gflop"],
-                _name(result.fast_dtype),
-                figures[f"{result.case.prefix}_floor_ms"],
-                figures[f"{result.case.prefix}_fast_ms"],
-                figures[f"{result.case.prefix}_share_of_floor"],
-            ]
-            for result in results
-        ],
-    )
-    print()
-    for dtype, rate in ceilings.flops_per_second.items():
-        matmul = ceilings.matmul_flops_per_second[dtype]
-        print(f"{_name(dtype)}: {rate / 1e9:.0f} GFLOP/s at most, {matmul / 1e9:.0f} of matrices")
-    print(f"copy: {ceilings.bytes_per_second / 1e9:.1f} GB/s, read and written")
-    for result in results:
-        compilations = [f"{name} {seconds:.0f} s" for name, seconds in result.compile_seconds.items()]
-        notes = [*result.notes, *([f"first calls: {', '.join(compilations)}"] if compilations else [])]
-        if notes:
-            print(f"{result.case.name}: {'; '.join(notes)}")
+                [
+                    result.case.name,
+                    _name(result.fast_dtype),
+                    *(figures[f"{result.case.prefix}_{column}"] for column in columns),
+                ]
+                for result in self.results
+            ],
+        )
+        print()
+        for dtype, rate in self.ceilings.flops_per_second.items():
+            matmul = self.ceilings.matmul_flops_per_second[dtype]
+            print(f"{_name(dtype)}: {rate / 1e9:.0f} GFLOP/s at most, {matmul / 1e9:.0f} of matrices")
+        print(f"copy: {self.ceilings.bytes_per_second / 1e9:.1f} GB/s, read and written")
+        for result in self.results:
+            for note in result.notes:
+                print(f"{result.case.name}: {note}")
+        for name, reason in self.left_out.items():
+            print(f"{name}: left out, {reason}")
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure_all(device: torch.device, plan: Plan) -> tuple[list[Result], Ceilings, dict[str, float]]:
+def measure_all(device: torch.device, plan: Plan) -> Report:
+    """Case after case."""
     started = time.monotonic()
     dtypes = {vae_dtype(device), fast_path._fast_dtype(device, vae_dtype(device))}
-    ceilings = Ceilings(device, plan, dtypes)
-    results = []
+    ceilings = Ceilings(
+        device, dtypes, side=plan.peak_side, copied_bytes=plan.copied_bytes, repeats=plan.peak_repeats
+    )
+    done = Report(device, ceilings, [], {})
     for case in plan.cases:
         print(case.name, file=sys.stderr)
-        result = measure_case(case, device, plan, ceilings, started)
-        if result is not None:
-            results.append(result)
-    figures = ceilings.figures()
-    for result in results:
-        own = result.figures(ceilings, vae_dtype(device))
-        figures |= {f"{result.case.prefix}_{name}": value for name, value in own.items()}
-    largest = headline(tuple(result.case for result in results)).prefix
-    names = ("speedup", "psnr_db", "speedup_vs_compile", "share_of_floor")
-    first = {name: figures[f"{largest}_{name}"] for name in names if f"{largest}_{name}" in figures}
-    return results, ceilings, {**first, **figures}
+        try:
+            done.results.append(measure_case(case, device, plan, ceilings, started))
+        except LeftOutError as error:
+            done.left_out[case.name] = str(error)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of the last case's tensors
+    if not any(result.case.vae == HEADLINE for result in done.results):
+        sys.exit(f"error: nothing was measured: {done.left_out}")
+    return done
 
 
 def main() -> None:
     """Measure and report."""
     options = measure.parse_options("VAE decode: lossless, fast and compiled.")
     quiet_libraries()
-    torch._logging.set_logs(inductor=40, dynamo=40)
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    plan = Plan.of(device, is_quick=options.quick)
-    results, ceilings, figures = measure_all(device, plan)
-    report(results, figures, ceilings, device)
+    done = measure_all(device, Plan.of(device, is_quick=options.quick))
+    figures = done.figures()
+    done.show(figures)
     if device.type == "cuda":
-        import vae_kernels
-
+        copied = done.ceilings.bytes_per_second / 1e9
         times = list(vae_kernels.time_kernels(device, torch.bfloat16))
-        copied = ceilings.bytes_per_second / 1e9
         vae_kernels.report(times, copied)
         for each in times:
             figures |= each.figures(copied)

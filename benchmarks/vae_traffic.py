@@ -33,6 +33,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusion_backend.fast_decoders import FastDecoder
 from diffusion_backend.fast_layers import GroupNormSiLU, RmsNormSiLU
 from diffusion_backend.fast_path_gate import register_vae_fast_path_gate, use_vae_fast_path
+from diffusion_backend.loading import quiet_libraries
 from diffusion_kernels import group_norm_silu, rms_norm_silu, to_uint8
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -252,6 +253,7 @@ def main() -> None:
     options = measure.parse_options(
         "Bytes and FLOPs of a VAE decode, derived from shapes; --quick changes nothing."
     )
+    quiet_libraries()
     eager, rewritten = derive()
     figures = {**figures_of("eager", eager), **figures_of("rewritten", rewritten)}
     figures["bytes_ratio"] = eager.bytes / rewritten.bytes
