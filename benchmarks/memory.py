@@ -68,12 +68,13 @@ def private_bytes(pid: int) -> int:
 
 
 def weights(server: Server, model: str) -> dict[str, float]:
-    """Bytes of the components of each stage, as the model's card says."""
+    """Bytes of the components of each stage, and of its fast VAE decoder, as the model's card says."""
     card = httpx.get(f"{server.adapter.url}/v1/models/{model}", timeout=60).raise_for_status().json()
-    return {
+    held = {
         stage: sum(part["bytes"] for part in card["stages"][f"{model}_{stage}"]["components"].values())
         for stage in STAGES
     }
+    return held | {"vae_decode": held["vae_decode"] + card["fast_path"]["bytes"]}
 
 
 def measure_all(server: Server) -> dict[str, float]:

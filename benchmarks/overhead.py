@@ -30,6 +30,7 @@ from PIL import Image
 
 SIZE = 64
 STEPS = 20
+LEAST_ROUNDS = 3  # one slow shot among fewer would decide the median
 WARMUP_ROUNDS = 2
 # A process that has just computed spins for a moment before it sleeps: not in the next one's time.
 PAUSE_SECONDS = 0.05
@@ -140,7 +141,7 @@ def check_same_work(shots: dict[str, Shot]) -> None:
 
 
 def run(rounds: int, seconds: float) -> list[dict[str, Shot]]:
-    """Rounds of one shot of each contender; fewer, but at least one, where they take more than ``seconds``."""
+    """Rounds of one shot of each contender; fewer, but at least three, where they take more than ``seconds``."""
     order = random.Random(0)
     done = []
     with ExitStack() as stack:
@@ -152,7 +153,7 @@ def run(rounds: int, seconds: float) -> list[dict[str, Shot]]:
         }
         deadline = time.monotonic() + seconds
         for seed in range(WARMUP_ROUNDS + rounds):
-            if seed > WARMUP_ROUNDS and time.monotonic() > deadline:
+            if seed >= WARMUP_ROUNDS + LEAST_ROUNDS and time.monotonic() > deadline:
                 break
             names = list(contenders)
             order.shuffle(names)

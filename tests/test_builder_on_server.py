@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,10 +36,16 @@ PROMPT = "a fox on a blue background"
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with one unary model of two instances, warmed at a second size and a batch."""
+    """A server with a unary model of two instances, warmed at a second size and a batch, and a model that streams.
+
+    The second has two instances of VAE decode, as on two GPUs.
+    """
     folder = tmp_path_factory.mktemp("unary")
     options = BuildOptions(unary=True, instances=2, warmup_sizes=("128x64",), warmup_batches=(2,))
     add(str(PIPELINE), "unary", folder / "repository", options)
+    add(str(PIPELINE), "streaming", folder / "repository", BuildOptions(warmup=False))
+    config = folder / "repository/streaming_vae_decode/config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
     with TritonServer(folder / "repository", data_dir=folder / "data", exit_timeout=30) as triton:
         yield triton
 
@@ -88,6 +97,16 @@ def test_our_client_and_the_adapter_serve_both_kinds(triton: TritonServer) -> No
         assert len(answer.data) == 2
     finally:
         assert adapter.stop()
+
+
+def test_previews_stay_in_order_where_vae_decode_has_several_instances(triton: TritonServer) -> None:
+    with DiffusionClient(triton.grpc_url) as client, ThreadPoolExecutor(4) as pool:
+
+        def steps(seed: int) -> list[int]:
+            shown = client.stream("streaming", PROMPT, seed=seed, num_inference_steps=4, partial_images=3)
+            return [generation.info["step"] for generation in shown]
+
+        assert list(pool.map(steps, range(16))) == [[1, 2, 3, 4]] * 16
 
 
 def test_every_instance_was_warmed(triton: TritonServer) -> None:
@@ -154,6 +173,46 @@ def failure_of(folder: Path) -> str:
         return str(caught.value)
     finally:
         triton.stop()
+
+
+def test_stages_load_the_commit_that_was_added(tmp_path: Path) -> None:
+    """From a cache of the hub's, in which the model has a newer commit without weights by now."""
+    model = tmp_path / "home/hub/models--org--emoji"
+    shutil.copytree(PIPELINE, model / "snapshots" / ("1" * 40))
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1" * 40)
+    hub = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+
+    def add_again() -> subprocess.CompletedProcess[str]:
+        # A process of its own: the hub's client reads its environment when it is imported.
+        command = [
+            str(Path(sys.executable).with_name("triton-diffusion")),
+            "add",
+            "org/emoji",
+            "--name",
+            "hub",
+        ]
+        return subprocess.run(
+            [*command, "--no-warmup", "--repository", str(tmp_path / "repository")],
+            env={**os.environ, **hub},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    assert add_again().returncode == 0
+    shutil.copytree(
+        PIPELINE, model / "snapshots" / ("2" * 40), ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    (model / "refs/main").write_text("2" * 40)
+    assert "it has no weights" in add_again().stderr
+    triton = TritonServer(
+        tmp_path / "repository", data_dir=tmp_path / "data", exit_timeout=30, environment=hub
+    )
+    with triton, DiffusionClient(triton.grpc_url) as client:
+        assert client.limits("hub").source_revision == "1" * 40
+        assert client.generate("hub", PROMPT, num_inference_steps=2).images.shape == (64, 64, 3)
 
 
 def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import itertools
 import json
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from diffusion_backend import cli, conditioning
+from diffusion_backend import repository as repository_module
 from diffusion_backend.errors import DiffusionError
+from diffusion_backend.loading import open_pipeline
 from diffusion_backend.model_config import list_ensembles, read_model_config
 from diffusion_backend.quality import Tier
-from diffusion_backend.repository import BuildOptions, add, list_models, remove
+from diffusion_backend.repository import BuildOptions, add, read_model, remove
 from diffusion_backend.settings import ModelLimits
 from safetensors.torch import load_file, save_file
 
@@ -74,6 +80,7 @@ def test_limits_come_from_the_pipeline_and_its_generation_config(rebuilt: Path) 
     assert (limits.default_width, limits.size_multiple, limits.max_width) == (64, 8, 128)
     assert (limits.guidance_argument, limits.default_guidance_scale) == ("true_cfg_scale", 2.0)
     assert limits.call_arguments == {"max_sequence_length": 16}
+    assert limits.source_revision is None  # a local folder has none
 
 
 def test_adding_again_changes_nothing_and_says_so(rebuilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +204,38 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(
         add("org/none", "x", tmp_path)
 
 
+def test_a_hub_models_commit_is_pinned_until_it_is_added_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = "1" * 40
+
+    def download(_source: str, *, revision: str | None, **_: object) -> Path:
+        snapshot = tmp_path / "hub/snapshots" / (revision or newest)
+        if not snapshot.exists():
+            shutil.copytree(PIPELINE, snapshot)
+        return snapshot
+
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", download)
+    arguments = ["--repository", str(tmp_path / "repository")]
+    for newest in ("1" * 40, "2" * 40):
+        assert cli.main(["add", "org/emoji", "--name", "m", *arguments]) == 0
+        limits = read_model(tmp_path / "repository/m")
+        assert (limits.source, limits.source_revision) == ("org/emoji", newest)
+        capsys.readouterr()
+        assert cli.main(["list", *arguments]) == 0
+        assert capsys.readouterr().out.endswith(f" from org/emoji at {newest}\n")
+    assert open_pipeline("org/emoji", "1" * 40).folder.name == "1" * 40
+
+
+def test_a_revision_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        DiffusionError,
+        match=r"'org/none' cannot be served: .* the hub has no revision v2 of it or cannot be reached",
+    ):
+        open_pipeline("org/none", "v2")
+
+
 @pytest.mark.parametrize("name", ["emoji-flux_encode", "emoji-flux_denoise"])
 def test_a_name_that_is_anothers_stage(rebuilt: Path, name: str) -> None:
     with pytest.raises(DiffusionError, match=f"{name} in .* belongs to emoji-flux"):
@@ -224,7 +263,7 @@ def test_options_reach_the_configurations(tmp_path: Path) -> None:
         default_quality=Tier.FAST,
     )
     add(str(PIPELINE), "tuned", tmp_path, options)
-    limits = list_models(tmp_path)["tuned"]
+    limits = read_model(tmp_path / "tuned")
     assert (limits.dtype, limits.default_quality) == ("bfloat16", Tier.FAST)
     encode, denoise, vae_decode = (
         read_model_config(tmp_path / f"tuned_{stage}").message
@@ -271,6 +310,49 @@ def test_options_that_cannot_be(tmp_path: Path, options: BuildOptions, words: st
     with pytest.raises(DiffusionError, match=words):
         add(str(PIPELINE), "x", tmp_path, options)
     assert list(tmp_path.iterdir()) == []
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file, with its content, and every folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_a_folder_in_the_place_of_a_file_changes_nothing(tmp_path: Path) -> None:
+    add(str(PIPELINE), "m", tmp_path)
+    (tmp_path / "m_vae_decode/1/model.py").unlink()
+    (tmp_path / "m_vae_decode/1/model.py").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(DiffusionError, match=r"stays as it was: not all of 'm' could be .*1/model\.py"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", [0, 3, 7])
+def test_an_add_or_remove_that_fails_halfway_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    """The disk is full, or a folder not writable, once some files have been moved."""
+    add(str(PIPELINE), "m", tmp_path, BuildOptions(warmup_sizes=("128x64",)))
+    before = tree(tmp_path)
+    replace, calls = os.replace, itertools.count()
+
+    def replace_until_full(source: Path, target: Path) -> None:
+        if next(calls) == moved:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_until_full)
+    # Files that are new, that change, and that are no longer needed.
+    with pytest.raises(DiffusionError, match=r"stays as it was: .*No space left on device"):
+        add(str(PIPELINE), "m", tmp_path, BuildOptions(instances=2, warmup_sizes=("64x128",)))
+    assert tree(tmp_path) == before
+    calls = itertools.count()
+    with pytest.raises(DiffusionError, match="No space left on device"):
+        remove("m", tmp_path)
+    assert tree(tmp_path) == before
 
 
 def test_remove_takes_what_add_wrote_and_no_weights(tmp_path: Path) -> None:
@@ -324,3 +406,45 @@ def test_encoders_in_another_dtype_are_warned_of(tmp_path: Path, capsys: pytest.
     for options, warned in (([], True), (["--dtype=float32"], False), (["--device=cpu"], False)):
         assert cli.main([*arguments, *options]) == 0
         assert capsys.readouterr().err.startswith(warning) == warned
+
+
+def test_a_broken_configuration_is_no_other_models_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    config = tmp_path / "broken" / "config.pbtxt"
+    config.write_text(
+        'name: "broken" platform: "ensemble" parameters { key: "pipeline_class" value: { string_value: "X" } }'
+    )
+    arguments = ["--repository", str(tmp_path)]
+    assert cli.main(["add", str(PIPELINE), "--name", "good", *arguments]) == 0
+    assert "good is served from the next start on" in capsys.readouterr().out
+    assert cli.main(["list", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert f"broken: {config}: parameter 'source'" in shown
+    assert "FluxPipeline" in shown
+    assert cli.main(["remove", "good", *arguments]) == 0
+    assert cli.main(["remove", "broken", *arguments]) == 0
+    assert not config.exists()
+
+
+def test_two_changes_at_once_leave_one_of_the_two(tmp_path: Path) -> None:
+    """Never the configuration of one with the warmup files of the other."""
+    choices = [
+        {
+            f"m_{stage}/{file}": f"{choice}".encode()
+            for stage in ("encode", "denoise", "vae_decode")
+            for file in ("config.pbtxt", *(f"warmup/{choice} {number}" for number in range(10)))
+        }
+        for choice in ("one", "other")
+    ]
+    for number in range(30):
+        repository = tmp_path / str(number)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(repository_module._install, ["m"] * 2, [repository] * 2, choices))
+        found = {
+            str(path.relative_to(repository)): path.read_bytes()
+            for path in repository.rglob("*")
+            if path.is_file()
+        }
+        assert found in choices

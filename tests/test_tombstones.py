@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from diffusion_backend import tombstones
+from diffusion_backend.errors import DiffusionError
 from diffusion_backend.tombstones import Tombstones
 
 
@@ -74,6 +76,56 @@ def test_each_server_has_a_folder_of_its_own_and_old_ones_go(
     (folder,) = servers.iterdir()
     assert folder.name.startswith(f"{os.getppid()}_")
     assert "a" in Tombstones()
+    assert {path.stat().st_mode & 0o777 for path in (servers, folder)} == {0o700}
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def of_another_user(folder: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+
+
+def a_link(folder: Path) -> None:
+    target = folder.with_name("elsewhere")
+    target.mkdir(mode=0o700)
+    folder.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("occupy", "problem"),
+    [
+        (open_to_all, "other users may write to it"),
+        (of_another_user, "it belongs to user 12345, not to 0"),
+        (a_link, "it is no folder"),
+    ],
+)
+def test_a_folder_that_others_made_is_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, occupy: Callable[[Path], None], problem: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    servers = tmp_path / f"triton_diffusion_{os.getuid()}"
+    occupy(servers)
+    theirs = servers / "1_0"  # named as that of a server which is gone
+    theirs.mkdir()
+    with pytest.raises(DiffusionError, match=f"{servers.name} cannot hold .*: {problem}"):
+        Tombstones()
+    assert theirs.is_dir()
+
+
+def test_one_that_an_earlier_version_made_readable_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    servers = tmp_path / f"triton_diffusion_{os.getuid()}"
+    servers.mkdir(mode=0o755)
+    Tombstones()
+    assert servers.stat().st_mode & 0o777 == 0o700
 
 
 def test_no_id_is_never_cancelled(tmp_path: Path) -> None:
@@ -96,3 +148,16 @@ def test_one_is_forgotten_in_the_end_and_counts_again_when_it_is_written_again(t
     mine.add("again")
     assert mine.has_news()
     assert "again" in mine
+
+
+def test_one_that_comes_with_the_time_stamp_of_the_last_is_news(tmp_path: Path) -> None:
+    """As where a file system's clock ticks slowly; the next look comes a while later."""
+    tombstones = Tombstones(tmp_path)
+    tombstones.add("first")
+    stamp = tmp_path.stat().st_mtime_ns
+    assert tombstones.has_news()
+    tombstones.add("second")
+    os.utime(tmp_path, ns=(stamp, stamp))
+    time.sleep(0.1)
+    assert tombstones.has_news()
+    assert not tombstones.has_news()

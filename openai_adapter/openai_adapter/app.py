@@ -58,7 +58,7 @@ def _middleware(settings: Settings, measured: metrics.Metrics) -> list[Middlewar
                 allow_origins=settings.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=[middleware.REQUEST_ID_HEADER, "retry-after"],
+                expose_headers=[middleware.REQUEST_ID_HEADER, "retry-after", *errors.DO_NOT_RETRY],
             )
         )
     stack.append(Middleware(middleware.Failures))

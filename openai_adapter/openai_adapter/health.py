@@ -1,4 +1,4 @@
-"""``/health/live``: the process runs. ``/health``: a request for an image would be served."""
+"""``/health/live``: the process runs. ``/health``: every model serves. ``/health/serving``: at least one does."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from openai_adapter.errors import RETRY_AFTER_SECONDS
+from openai_adapter.errors import unavailable
 from openai_adapter.registry import Registry
 
 
 def routes(registry: Registry) -> APIRouter:
-    """The two health routes; both are open without a key, but tell strangers less."""
+    """The health routes; all are open without a key, but tell strangers less."""
     router = APIRouter(tags=["health"])
 
     @router.head("/health/live", include_in_schema=False)
@@ -27,21 +27,29 @@ def routes(registry: Registry) -> APIRouter:
 
         Where there are keys, the models and the reason, which names them, are for those who have one.
         """
-        is_stranger = getattr(request.state, "is_stranger", False)
-        models = {name: model.ready for name, model in sorted(registry.models.items())}
-        details = {} if is_stranger else {"models": models}
-        if registry.problem is None:
-            return JSONResponse({"status": "ready", **details})
-        error = {
-            "message": "the server is not ready" if is_stranger else registry.problem,
-            "type": "server_error",
-            "param": None,
-            "code": "not_ready",
-        }
-        return JSONResponse(
-            {"status": "not_ready", **details, "error": error},
-            503,
-            {"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
+        return _answer(request, registry, None if registry.problem is None else "not_ready", "ready")
+
+    @router.head("/health/serving", include_in_schema=False)
+    @router.get("/health/serving")
+    async def serving(request: Request) -> JSONResponse:
+        """200 when Triton can be reached and at least one model is ready, else 503 with the reason.
+
+        Where there are keys, the models and the reason, which names them, are for those who have one.
+        """
+        is_serving = any(model.ready for model in registry.models.values())
+        return _answer(request, registry, None if is_serving else "not_serving", "serving")
 
     return router
+
+
+def _answer(request: Request, registry: Registry, failure: str | None, success: str) -> JSONResponse:
+    """Whether each model is ready, under the status ``success``; 503 with the reason and the code ``failure``."""
+    is_stranger = getattr(request.state, "is_stranger", False)
+    models = {name: model.ready for name, model in sorted(registry.models.items())}
+    details = {} if is_stranger else {"models": models}
+    if failure is None:
+        return JSONResponse({"status": success, **details})
+    reason = None if is_stranger else registry.problem
+    error = unavailable(reason or f"the server is {failure.replace('_', ' ')}", failure)
+    body = {"status": failure, **details, **error.to_envelope()}
+    return JSONResponse(body, error.status, error.headers)

@@ -16,13 +16,14 @@ from openai_adapter.registry import Model, Registry
 
 # What a stage says of itself that is no secret of the machine's.
 _STAGE_FACTS = ("device", "bytes_loaded", "components")
+_BATCHING_FACTS = ("enabled", "joined", "difference", "tolerance")
 
 
 def build_model_card(model: Model) -> dict[str, Any]:
     """The card of a model: OpenAI's fields, then what this model is and accepts. Sizes are in pixels.
 
-    ``stages`` is what runs: null for a stage until its process has answered for the first time. So are ``previews``
-    and ``fast_path``.
+    ``stages`` is what runs: null for a stage until its process has answered for the first time. So are ``previews``,
+    ``batching`` and ``fast_path``.
 
     Raises:
         ApiError: 503, Triton has not told the model's limits yet.
@@ -36,6 +37,7 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "created": limits.created,
         "owned_by": "triton-diffusion",
         "root": limits.hub_id or model.name,
+        "source_revision": limits.source_revision,
         "pipeline_name": limits.pipeline_class,
         "pipeline_class": limits.pipeline_class,
         "task_type": limits.task,
@@ -51,6 +53,7 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "qualities": list(QUALITIES),
         "fast_path": None if model.decode_facts is None else model.decode_facts.get("fast_path"),
         "previews": _build_previews(model.denoise_facts),
+        "batching": _build_batching(model.denoise_facts),
         "stages": {
             stage: None if facts is None else {key: facts.get(key) for key in _STAGE_FACTS}
             for stage, facts in model.stages.items()
@@ -63,6 +66,13 @@ def _build_previews(denoise_facts: Mapping[str, Any] | None) -> dict[str, Any] |
         return None
     reason = denoise_facts.get("no_previews")
     return {"max_partial_images": 0 if reason else MAX_PARTIAL_IMAGES, "reason": reason}
+
+
+def _build_batching(denoise_facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Whether requests share the denoiser, and what the stage found when it tried that at its start."""
+    if denoise_facts is None or "batching" not in denoise_facts:
+        return None
+    return {key: denoise_facts["batching"].get(key) for key in _BATCHING_FACTS}
 
 
 def routes(registry: Registry) -> APIRouter:

@@ -124,8 +124,8 @@ class Settings(BaseSettings):
     def _refuse_an_open_gateway(self) -> Self:
         if not (self.api_keys or self.allow_anonymous or is_loopback(self.host)):
             raise ValueError(
-                f"refusing to listen on {self.host!r} without API keys: set api_keys, "
-                "or allow_anonymous if everyone who can reach this address may use it"
+                f"refusing to listen on {self.host!r} without API keys: set OPENAI_ADAPTER_API_KEYS, or "
+                "OPENAI_ADAPTER_ALLOW_ANONYMOUS=true if everyone who can reach this address may use it"
             )
         return self
 

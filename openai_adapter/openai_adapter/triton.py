@@ -27,6 +27,9 @@ POLL_SECONDS_AT_START = 0.2
 REPORT_SECONDS = 0.2
 REFRESH_SECONDS = 10.0
 CALL_TIMEOUT_SECONDS = 5.0
+# That requests which outlasted ``shutdown_seconds`` get to be cancelled: a denoising step is mostly much shorter.
+# Who waits for the adapter's end waits for both (docs/operations.md, "Stopping").
+CLOSE_SECONDS = 10.0
 _UNREACHABLE = "the model server cannot be reached"
 
 
@@ -62,7 +65,7 @@ class Triton:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         await self._canary.close()
-        await self.client.close()
+        await self.client.close(CLOSE_SECONDS)
 
     def is_proven(self, name: str, moment: float) -> bool:
         """Whether a model is ready, and all of its stages have answered a question asked after ``moment``."""

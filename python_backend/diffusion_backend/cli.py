@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from diffusion_backend.errors import DiffusionError
 
 if TYPE_CHECKING:
+    from diffusion_backend.file_changes import Change
     from diffusion_backend.loading import PipelineFolder
-    from diffusion_backend.repository import Change
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def _add(args: argparse.Namespace) -> int:
     from diffusion_backend.loading import open_pipeline, quiet_libraries
     from diffusion_backend.model_config import resolve_source
     from diffusion_backend.quality import Tier
-    from diffusion_backend.repository import BuildOptions, add, list_models
+    from diffusion_backend.repository import BuildOptions, add, read_model
 
     quiet_libraries()
     options = BuildOptions(
@@ -99,12 +99,18 @@ def _add(args: argparse.Namespace) -> int:
         default_quality=Tier(args.default_quality),
     )
     changes = add(args.source, args.name, args.repository, options)
-    if args.dtype == "auto" and args.device != "cpu":
-        source = list_models(args.repository)[args.name].source
-        _warn_of_mixed_dtypes(open_pipeline(resolve_source(source, args.repository / args.name)))
     _print_changes(args.repository, changes)
+    if args.dtype == "auto" and args.device != "cpu":
+        ensemble = args.repository / args.name
+        limits = read_model(ensemble)
+        source = resolve_source(limits.source, ensemble)
+        _warn_of_mixed_dtypes(open_pipeline(source, limits.source_revision))
     if all(change.what == "unchanged" for change in changes):
         print(f"{args.name} was up to date")
+    else:
+        print(
+            f"{args.name} is served from the next start on; a server that runs can load it: docs/operations.md"
+        )
     return 0
 
 
@@ -142,13 +148,18 @@ def _warn_of_mixed_dtypes(pipeline: PipelineFolder) -> None:
 def _list(args: argparse.Namespace) -> int:
     from diffusion_backend.repository import list_models
 
-    for name, limits in list_models(args.repository).items():
+    models = list_models(args.repository)
+    for name, limits in models.items():
+        if isinstance(limits, str):
+            print(f"{name:<24} broken: {limits}")
+            continue
+        revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
             f"{limits.default_width}x{limits.default_height} {limits.default_num_inference_steps} steps, "
-            f"from {limits.source}"
+            f"from {limits.source}{revision}"
         )
-    return 0
+    return 1 if any(isinstance(limits, str) for limits in models.values()) else 0
 
 
 def _remove(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from tritonclient.utils import InferenceServerException
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.settings import ModelLimits, parse_limits
+from diffusion_backend.stage_names import Stage, stage_model
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +80,12 @@ class Generation:
 
 def denoise_model(model: str) -> str:
     """The stage of an ensemble of ours that takes cancels."""
-    return f"{model}_denoise"
+    return stage_model(model, Stage.DENOISE)
 
 
 def vae_decode_model(model: str) -> str:
     """The stage of an ensemble of ours that decodes."""
-    return f"{model}_vae_decode"
+    return stage_model(model, Stage.VAE_DECODE)
 
 
 def infer_request(
@@ -150,10 +151,10 @@ def limits_from_config(config: Any) -> ModelLimits:
 
 
 def require_final(last: Generation | None) -> Generation:
-    """The finished picture, which is the last one that a request's stream gave.
+    """``last`` if it is the finished picture of a request.
 
     Raises:
-        DiffusionError: CANCELLED, the stream ended before it: so it does when somebody cancels the request.
+        DiffusionError: CANCELLED, the stream ended before there was one: so it does when somebody cancels it.
     """
     if last is None or not last.info["is_final"]:
         raise DiffusionError("the request was cancelled", code="cancelled", status=Status.CANCELLED)
@@ -262,10 +263,10 @@ class AsyncDiffusionClient:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close, when what was cancelled has ended."""
+    async def close(self, drain_seconds: float = _DRAIN_SECONDS) -> None:
+        """Close, when what was cancelled has ended, or after ``drain_seconds``."""
         if self._reading:
-            await asyncio.wait(self._reading, timeout=_DRAIN_SECONDS)
+            await asyncio.wait(self._reading, timeout=drain_seconds)
         await self._channel.close()
         await self.triton.close()
 
@@ -282,11 +283,12 @@ class AsyncDiffusionClient:
         Raises:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
-        last: Generation | None = None
+        final: Generation | None = None
         async with aclosing(self.stream(model, prompt, **request)) as generations:
             async for generation in generations:
-                last = generation
-        return require_final(last)
+                if generation.info["is_final"]:
+                    final = generation
+        return require_final(final)
 
     async def stream(
         self,

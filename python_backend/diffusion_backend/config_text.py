@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 
 from diffusion_backend.settings import ModelLimits
+from diffusion_backend.stage_names import Stage, stage_model
 from diffusion_backend.warmup import Sample, WarmupInput
 
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
@@ -51,20 +52,20 @@ output [
 ensemble_scheduling {{
   step [
     {{
-      model_name: "{name}_encode"
+      model_name: "{stage_model(name, Stage.ENCODE)}"
       model_version: -1
       input_map {{ key: "prompt" value: "prompt" }}{negative_map if takes_negative else ""}
       output_map {{ key: "conditioning" value: "conditioning" }}
     }},
     {{
-      model_name: "{name}_denoise"
+      model_name: "{stage_model(name, Stage.DENOISE)}"
       model_version: -1
       input_map {{ key: "conditioning" value: "conditioning" }}
       output_map {{ key: "latents" value: "latents" }}
       output_map {{ key: "settings" value: "settings" }}
     }},
     {{
-      model_name: "{name}_vae_decode"
+      model_name: "{stage_model(name, Stage.VAE_DECODE)}"
       model_version: -1
       input_map {{ key: "latents" value: "latents" }}
       input_map {{ key: "settings" value: "settings" }}
@@ -80,7 +81,11 @@ ensemble_scheduling {{
 
 @dataclass(frozen=True)
 class Instances:
-    """How many instances of a stage run, and where: KIND_AUTO, KIND_CPU or KIND_GPU."""
+    """How many instances of a stage run, and where: KIND_AUTO, KIND_CPU or KIND_GPU.
+
+    ``count`` is for each GPU. (KIND_AUTO cannot name some of them, as ``gpus: [ 0 ]``: where there is none, Triton
+    makes it KIND_CPU, and refuses that with GPUs.)
+    """
 
     count: int
     kind: str
@@ -93,7 +98,7 @@ def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sa
         inputs.append(_input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True))
     return _stage(
         name,
-        "encode",
+        Stage.ENCODE,
         "Runs the text encoders. Prompts and request parameters in, one safetensors blob out.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ }}",
         inputs,
@@ -120,7 +125,7 @@ def denoise(
     dims = ", ".join(["-1"] * latents_rank)
     return _stage(
         name,
-        "denoise",
+        Stage.DENOISE,
         "Runs the pipeline's own denoising loop, all requests together, a batch a step.\n"
         "# With cancel as its only input, the id of a request, it ends that request, in whatever stage it is.",
         f"max_batch_size: 0\nmodel_transaction_policy {{ decoupled: {str(not unary).lower()} }}",
@@ -146,14 +151,15 @@ def denoise(
 def vae_decode(
     name: str, latents_shape: tuple[int, ...], vae_scale_factor: int, kind: str, warmup: list[Sample]
 ) -> str:
-    """The VAE decode stage of ``name``. One instance: responses of several could overtake each other.
+    """The VAE decode stage of ``name``, one instance on each device.
 
+    Where there are several, ``preserve_ordering`` keeps a preview from being overtaken by the picture.
     ``vae_scale_factor`` is how many pixels wide a latent is.
     """
     dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
     return _stage(
         name,
-        "vae_decode",
+        Stage.VAE_DECODE,
         "Decodes latents to raw pictures.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}",
         [
@@ -177,7 +183,7 @@ def vae_decode(
 
 def _stage(
     name: str,
-    stage: str,
+    stage: Stage,
     about: str,
     policy: str,
     inputs: list[str],
@@ -192,7 +198,7 @@ def _stage(
     return f"""\
 # {about} Written by `triton-diffusion add`.
 {_DESCRIBE_NOTE}
-name: "{name}_{stage}"
+name: "{stage_model(name, stage)}"
 backend: "python"
 {policy}
 

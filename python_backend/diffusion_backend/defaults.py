@@ -60,6 +60,7 @@ def derive_limits(
         raise unusable(f"{GENERATION_CONFIG} has {unknown}, which the pipeline does not take")
     fields: dict[str, Any] = {
         "source": source,
+        "source_revision": pipeline.source_revision,
         "pipeline_class": pipeline.pipeline_class.__name__,
         "task": "text-to-image",
         "created": created,
@@ -93,11 +94,13 @@ def derive_limits(
 def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
     """Why pipelines of this class are not served, or None; ``pipe`` is one, with or without weights."""
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
+    if seams.makes_video(pipe):
+        return "it makes video, which is not served yet"
+    if "image" in call and call["image"].default is inspect.Parameter.empty:
+        return "it takes an image, which is not served yet"
     missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]
     if missing:
         return f"it takes no {' and no '.join(missing)}"
-    if seams.makes_video(pipe):
-        return "it makes video, which is not served yet"
     return None
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from diffusion_backend import conditioning, loading, seams
-from diffusion_backend.loading import PipelineFolder, Stage
+from diffusion_backend.loading import PipelineFolder
+from diffusion_backend.stage_names import Stage
 
 
 class DryRuns:

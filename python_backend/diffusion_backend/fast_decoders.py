@@ -47,10 +47,12 @@ class FastDecoder(nn.Module):
             known = ", ".join(cls.__name__ for cls in VAES)
             raise CannotRewriteError(f"a {type(vae).__name__} has no fast decoder; those that do: {known}")
         counts: Counter[str] = Counter()
-        self.decoder = _rewrite(copy.deepcopy(vae.decoder), "decoder", counts)
+        # The weights are shared until each is converted below: no second copy of all of them, not even for a moment.
+        weights = {id(parameter): parameter for parameter in vae.decoder.parameters()}
+        self.decoder = _rewrite(copy.deepcopy(vae.decoder, weights), "decoder", counts)
         self.rewritten = dict(counts)
         self.dtype = dtype
-        self.eval().requires_grad_(False)
+        self.eval()
         for module in self.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

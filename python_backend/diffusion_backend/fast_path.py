@@ -9,13 +9,13 @@ import importlib.util
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
-from diffusion_backend import seams
+from diffusion_backend import loading, seams
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
 from diffusion_backend.fast_path_gate import (
     register_vae_fast_path_gate,
@@ -34,7 +34,8 @@ _MOST_LATENTS = 32  # on a side: enough to meet every layer, and soon done on a 
 class FastPath:
     """``psnr_db`` (peak: white) and ``max_difference`` (of 255) are the worst of the pictures that were compared.
 
-    ``rewritten`` counts the modules that the fast decoder has instead of the VAE's own, by class.
+    ``rewritten`` counts the modules that the fast decoder has instead of the VAE's own, by class. ``bytes`` is what it
+    takes of memory.
     """
 
     state: str  # installed, or refused
@@ -43,6 +44,7 @@ class FastPath:
     psnr_db: float | None = None
     max_difference: int | None = None
     rewritten: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
 
 
 def install(
@@ -66,14 +68,20 @@ def install(
         logger.exception("the fast VAE decoder failed")
         remove_vae_fast_path_gate(vae)
         return _refuse(FastPath("refused", f"it failed: {type(error).__name__}: {error}"))
-    name = str(dtype).removeprefix("torch.")
-    measured = FastPath("installed", None, name, round(psnr_db, 2), difference, decoder.rewritten)
+    measured = FastPath(
+        "installed",
+        dtype=str(dtype).removeprefix("torch."),
+        psnr_db=round(psnr_db, 2),
+        max_difference=difference,
+        rewritten=decoder.rewritten,
+        bytes=loading.module_bytes(decoder),
+    )
     if psnr_db < min_psnr_db:
         remove_vae_fast_path_gate(vae)
         reason = (
             f"its pictures have a PSNR of {psnr_db:.1f} dB against lossless ones; required: {min_psnr_db:g}"
         )
-        return _refuse(FastPath("refused", reason, name, measured.psnr_db, difference, decoder.rewritten))
+        return _refuse(replace(measured, state="refused", reason=reason, bytes=0))
     logger.info("fast VAE decoder installed: %s", measured)
     return measured
 
@@ -111,7 +119,7 @@ def _compare(pipe: DiffusionPipeline, latents_shape: Sequence[int]) -> tuple[flo
         pictures = []
         for enabled in (False, True):
             with use_vae_fast_path(pipe.vae, enabled):
-                pictures.append(seams.decode(pipe, latents, {}).int())
+                pictures.append(seams.decode(pipe, latents, {}, exact=not enabled).int())
         delta = (pictures[0] - pictures[1]).abs()
         mse = delta.double().pow(2).mean().item() / 255**2
         psnr_db = min(psnr_db, -10 * math.log10(mse)) if mse else psnr_db

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_backend.loading import Component, PipelineFolder, Stage, stored_dtype, weight_files
+from diffusion_backend.loading import Component, PipelineFolder, stored_dtype, weight_files
+from diffusion_backend.stage_names import Stage
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

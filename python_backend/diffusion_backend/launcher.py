@@ -23,9 +23,16 @@ from typing import Any, Self
 from diffusion_backend.healing import Healer
 from diffusion_backend.healing_report import ReportFile
 from diffusion_backend.processes import LaunchError, ManagedProcess, check_port
-from diffusion_backend.tritonserver import CHECKOUT, LOOPBACK, TritonPorts, TritonServer, http_status
+from diffusion_backend.tritonserver import (
+    CHECKOUT,
+    LOOPBACK,
+    LOST_REQUESTS_PATIENCE_SECONDS,
+    TritonPorts,
+    TritonServer,
+    http_status,
+)
 
-_ADAPTER_PATIENCE_SECONDS = 60  # it lets running requests end, for 30 s unless it is told otherwise
+ADAPTER_PATIENCE_SECONDS = 60  # more than the adapter takes: see docs/operations.md, "Stopping"
 _STILL_WAITING_SECONDS = 60
 _POLL_SECONDS = 0.2
 
@@ -41,6 +48,14 @@ class ServeOptions:
     triton_ports: TritonPorts
     device: str = "auto"
     exit_timeout: int = 60
+
+    def check_device(self) -> None:
+        """Raise a LaunchError if a GPU is demanded and there is none."""
+        if self.device == "cuda":
+            import torch  # only here: it takes a second
+
+            if not torch.cuda.is_available():
+                raise LaunchError("--device is cuda, but torch finds no CUDA device; allowed here: auto, cpu")
 
     def check_ports(self) -> None:
         """Raise a LaunchError if one of the ports is taken, or asked for twice."""
@@ -99,7 +114,7 @@ class Adapter:
             ],
             log=self.log,
             environment={**os.environ, "OPENAI_ADAPTER_TRITON_ADMIN_KEY": self.triton.admin_key},
-            patience=_ADAPTER_PATIENCE_SECONDS,
+            patience=ADAPTER_PATIENCE_SECONDS,
         )
 
     def is_ready(self) -> bool:
@@ -243,6 +258,7 @@ def serve(args: argparse.Namespace) -> int:
         device=args.device,
     )
     try:
+        options.check_device()
         options.check_ports()
         with _lock(options.data_dir), _StopSignals() as signals:
             return _run(Server(options), signals)
@@ -300,6 +316,12 @@ def _run(server: Server, signals: _StopSignals) -> int:
         orderly = server.stop(signals.hurry)
     if not orderly:
         _say("stopped, but not in order: something had to be killed, or requests were still running")
+    if server.triton.was_cut_short:
+        _say(
+            f"tritonserver was killed {LOST_REQUESTS_PATIENCE_SECONDS:g} s after it was told to stop: a stage's "
+            "process had died, and Triton waits for the requests that were lost with it; those that still ran "
+            "were cut off"
+        )
     return 0 if orderly else 1
 
 
@@ -322,7 +344,8 @@ def _wait_until_ready(server: Server, healer: Healer, signals: _StopSignals) -> 
 def _announce(server: Server, seconds: float) -> None:
     url = server.adapter.url
     models = server.triton.pipelines()
-    hint = f" Try:\n\n{curl_line(url, models[0])}\n" if models else ""
+    keys = " (with one of your keys in OPENAI_API_KEY)" if os.environ.get("OPENAI_ADAPTER_API_KEYS") else ""
+    hint = f" Try{keys}:\n\n{curl_line(url, models[0])}\n" if models else ""
     _say(
         f"ready after {seconds:.0f} s: {url}/v1 serves {', '.join(models) or 'no model'}\nCtrl-C stops it.{hint}"
     )

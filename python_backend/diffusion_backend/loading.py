@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 
 from diffusion_backend import oddities
 from diffusion_backend.errors import DiffusionError, show, unusable
+from diffusion_backend.stage_names import Stage as Stage
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
 
 logger = logging.getLogger(__name__)
@@ -34,14 +34,6 @@ def quiet_libraries() -> None:
     for library in (diffusers.utils.logging, transformers.logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
-
-
-class Stage(StrEnum):
-    """The three stages, named as their Triton models are."""
-
-    ENCODE = "encode"
-    DENOISE = "denoise"
-    VAE_DECODE = "vae_decode"
 
 
 @dataclass(frozen=True)
@@ -63,17 +55,25 @@ class Component:
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """A diffusers pipeline on disk: its class and its torch modules."""
+    """A diffusers pipeline on disk: its class and its torch modules.
+
+    ``source_revision`` is the commit that was downloaded; None for a local folder.
+    """
 
     folder: Path
     pipeline_class: type[DiffusionPipeline]
     modules: list[Component]
+    source_revision: str | None = None
 
 
-def local_folder(source: str) -> Path:
+def local_folder(source: str, revision: str | None = None) -> Path:
     """The folder of ``source``: a local path, or a hub id (``org/name``) that is downloaded to the hub's cache.
 
-    Only safetensors are fetched and no remote code is run.
+    ``revision`` of a hub id: a commit, branch or tag; None is the newest. Only safetensors are fetched and no remote
+    code is run.
+
+    Raises:
+        DiffusionError: there is no such folder, and the hub has no such model or cannot be reached.
     """
     path = Path(source)
     if path.is_dir():
@@ -83,19 +83,28 @@ def local_folder(source: str) -> Path:
     if path.is_absolute() or source.startswith("."):
         raise _unusable(source, "there is no such folder")
     try:
-        return Path(DiffusionPipeline.download(source, use_safetensors=True, trust_remote_code=False))
+        return Path(
+            DiffusionPipeline.download(
+                source, revision=revision, use_safetensors=True, trust_remote_code=False
+            )
+        )
     except Exception as error:  # the hub's client has dozens of kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise _unusable(source, f"it is no folder here, and not to be had from the hub: {reason}") from error
+        logger.debug("%s: the hub refused", source, exc_info=error)
+        what = f"the hub has no revision {revision} of it" if revision else "the hub has none"
+        raise _unusable(
+            source,
+            f"it is no folder here, and {what} or cannot be reached ({type(error).__name__}): check the name and the "
+            "network, and for a gated model 'hf auth login'",
+        ) from error
 
 
-def open_pipeline(source: str) -> PipelineFolder:
-    """Read ``model_index.json`` without loading anything.
+def open_pipeline(source: str, revision: str | None = None) -> PipelineFolder:
+    """Read ``model_index.json`` without loading anything; ``revision`` of a hub id, as in ``local_folder``.
 
     Raises:
         DiffusionError: the folder is no diffusers pipeline, or names a class that is not installed.
     """
-    folder = local_folder(source)
+    folder = local_folder(source, revision)
     if not (folder / "model_index.json").is_file():
         raise _unusable(source, "it has no model_index.json, so it is no diffusers pipeline")
     try:
@@ -125,7 +134,9 @@ def open_pipeline(source: str) -> PipelineFolder:
             raise _unusable(
                 source, f"{pipeline_class.__name__} has no {what} of its own, so it cannot be split"
             )
-    return PipelineFolder(folder, pipeline_class, modules)
+    # The hub's client names the folder of a download by its commit.
+    commit = None if Path(source).is_dir() else folder.name
+    return PipelineFolder(folder, pipeline_class, modules, commit)
 
 
 def load_stage(

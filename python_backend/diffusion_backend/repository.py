@@ -7,10 +7,10 @@ runs through the same seams that serve requests.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +21,13 @@ from diffusion_backend.config_text import Instances
 from diffusion_backend.defaults import derive_limits
 from diffusion_backend.dry_runs import DryRuns
 from diffusion_backend.errors import DiffusionError, show, unusable
+from diffusion_backend.file_changes import Change, change_files
 from diffusion_backend.inspection import inspect_pipeline
-from diffusion_backend.loading import PipelineFolder, Stage
+from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.model_config import CONFIG_FILE, read_model_config, resolve_source
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, parse_limits, parse_size
+from diffusion_backend.stage_names import Stage, stage_model
 from diffusion_backend.warmup import Sample, Warmup, build_warmup
 
 logger = logging.getLogger(__name__)
@@ -53,21 +55,12 @@ class BuildOptions:
     default_quality: Tier = Tier.LOSSLESS
 
 
-@dataclass(frozen=True)
-class Change:
-    """What was done to one file of the repository: ``created``, ``updated``, ``removed`` or ``unchanged``."""
-
-    path: Path
-    what: str
-
-
 def add(source: str, name: str, repository: Path, options: BuildOptions | None = None) -> list[Change]:
     """Write (or bring up to date) the four models of ``name``; return one change a file.
 
-    Nothing is written unless all of it can be.
-
     Raises:
-        DiffusionError: the source, the name or an option cannot be used, and why.
+        DiffusionError: the source, the name or an option cannot be used, or not all files can be written, and why.
+            Then none is.
     """
     options = options or BuildOptions()
     _check_options(options)
@@ -137,23 +130,30 @@ def remove(name: str, repository: Path) -> list[Change]:
     Raises:
         DiffusionError: there is no such model.
     """
-    if name not in list_models(repository):
+    if _owner(repository / name) != name or not (repository / name / CONFIG_FILE).exists():
         raise unusable(f"{show(name)} is no model of {repository}", "name")
-    return list(_remove(repository, name, keep=set()))
+    return _install(name, repository, {})
 
 
-def list_models(repository: Path) -> dict[str, ModelLimits]:
-    """The models that ``add`` wrote, by name.
+def list_models(repository: Path) -> dict[str, ModelLimits | str]:
+    """The models that ``add`` wrote, by name; of one that is broken since, what is wrong with it."""
+    models: dict[str, ModelLimits | str] = {}
+    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
+        if _owner(path.parent) == path.parent.name:
+            try:
+                models[path.parent.name] = read_model(path.parent)
+            except ValueError as error:
+                models[path.parent.name] = f"{path}: {error}"
+    return models
+
+
+def read_model(ensemble: Path) -> ModelLimits:
+    """The model whose ensemble is in this folder.
 
     Raises:
-        ValueError: a configuration is not valid.
+        ValueError: its configuration is not valid.
     """
-    models = {}
-    for path in sorted(repository.glob(f"*/{CONFIG_FILE}")):
-        config = read_model_config(path.parent)
-        if config.is_ensemble and "pipeline_class" in config.parameters:
-            models[path.parent.name] = parse_limits(config.parameters)
-    return models
+    return parse_limits(read_model_config(ensemble).parameters)
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -256,7 +256,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         f"{name}/1/.gitkeep": b"",
     }
     for stage, config in configs.items():
-        folder = f"{name}_{stage.value}"
+        folder = stage_model(name, stage)
         files[f"{folder}/{CONFIG_FILE}"] = config.encode()
         files[f"{folder}/1/model.py"] = (
             f"from diffusion_backend.stages.{stage.value} import TritonPythonModel  # noqa: F401\n".encode()
@@ -274,53 +274,49 @@ def _sample_file(sample: Sample, tensor: str) -> str:
 
 
 def _stage_folders(repository: Path, name: str) -> list[Path]:
-    return [repository / f"{name}_{stage.value}" for stage in Stage]
+    return [repository / stage_model(name, stage) for stage in Stage]
 
 
 def _install(name: str, repository: Path, files: dict[str, bytes]) -> list[Change]:
-    """Write the files by way of a folder beside them, so that a failure leaves the repository as it was."""
+    """Write the files, and remove what an earlier ``add`` wrote besides them."""
     try:
         repository.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unusable(f"{repository} cannot be a model repository: {error.strerror}", "repository") from None
-    with tempfile.TemporaryDirectory(dir=repository, prefix=".add-") as staging:
-        for path, content in files.items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        changes = [
-            Change(Path(relative), _move(Path(staging) / relative, repository / relative))
-            for relative in sorted(files)
-        ]
-    return [*changes, *_remove(repository, name, keep=set(files))]
+    with _locked(repository):
+        stale = [path for path in _written_files(name, repository) if path not in files]
+        try:
+            changes = change_files(repository, files, stale)
+        except OSError as error:
+            raise unusable(
+                f"{repository} stays as it was: not all of {show(name)} could be changed ({error})",
+                "repository",
+            ) from error
+        for folder in (repository / name, *_stage_folders(repository, name)):
+            _remove_empty(folder)
+    return [change for change in changes if change.path.suffix != ".pyc"]
 
 
-def _move(new: Path, target: Path) -> str:
-    if target.exists() and target.read_bytes() == new.read_bytes():
-        return "unchanged"
-    what = "updated" if target.exists() else "created"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(new, target)
-    return what
+@contextlib.contextmanager
+def _locked(repository: Path) -> Iterator[None]:
+    """One at a time: two commands that change a model at once must not leave a mix of both."""
+    folder = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
-def _remove(repository: Path, name: str, *, keep: set[str]) -> Iterator[Change]:
-    """Delete what an ``add`` wrote and ``keep`` does not name, and the folders that this leaves empty."""
+def _written_files(name: str, repository: Path) -> list[str]:
+    """What an ``add`` wrote for ``name``, and what Python made of it, by its path in the repository."""
     ensemble = repository / name
     ours = [ensemble / CONFIG_FILE, ensemble / "1" / ".gitkeep"]
     for folder in _stage_folders(repository, name):
         ours += [folder / CONFIG_FILE, folder / "1" / "model.py"]
-        ours += [path for path in sorted(folder.glob("warmup/*")) if path.is_file()]
+        ours += sorted(folder.glob("warmup/*"))
         ours += sorted(folder.glob("1/__pycache__/model.*"))
-    for path in ours:
-        relative = path.relative_to(repository)
-        if not path.exists() or str(relative) in keep:
-            continue
-        path.unlink()
-        if path.suffix != ".pyc":
-            yield Change(relative, "removed")
-    for folder in (ensemble, *_stage_folders(repository, name)):
-        _remove_empty(folder)
+    return [str(path.relative_to(repository)) for path in ours if path.is_file()]
 
 
 def _remove_empty(folder: Path) -> None:

@@ -28,11 +28,13 @@ class ModelLimits(BaseModel):
     """What one model is and accepts: the parameters of its ensemble.
 
     All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below. Sizes are in pixels.
+    ``source_revision`` is the commit of a source on the hub, which is what every stage loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     source: str
+    source_revision: str | None = None
     pipeline_class: str
     task: str
     created: int

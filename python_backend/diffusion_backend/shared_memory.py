@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from diffusion_backend.guard import SHARED_MEMORY
 from diffusion_backend.model_config import read_model_config
@@ -14,6 +15,7 @@ from diffusion_backend.settings import parse_limits
 
 # What Triton gives each process of a Python model to begin with; it grows with the messages.
 _REGION_BYTES = _MIB = 1 << 20
+DEVICES = Path("/dev")
 
 
 def require_room(repository: Path, ensembles: Iterable[str]) -> None:
@@ -49,4 +51,17 @@ def _processes(stage: Path) -> int:
         return 0  # Triton will say what is wrong with it
     if config.backend != "python":
         return 0
-    return sum(group.count or 1 for group in config.instance_group) or 1
+    return sum(_instances(group) for group in config.instance_group) or 1
+
+
+def _instances(group: Any) -> int:
+    on_gpus = group.kind in (group.KIND_AUTO, group.KIND_GPU)
+    devices = (len(group.gpus) or _count_gpus()) if on_gpus else 1
+    return (group.count or 1) * max(devices, 1)
+
+
+def _count_gpus() -> int:
+    """The GPUs that programs can see here."""
+    found = sum(path.name.removeprefix("nvidia").isdecimal() for path in DEVICES.glob("nvidia*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len(visible.split(",")))

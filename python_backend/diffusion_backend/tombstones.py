@@ -10,10 +10,14 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from pathlib import Path
+
+from diffusion_backend.errors import DiffusionError
+from diffusion_backend.process_identity import start_time
 
 # A request that comes later than this after its cancel is run.
 KEPT_SECONDS = 600.0
@@ -26,17 +30,20 @@ class Tombstones:
     """The cancelled requests of one tritonserver."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """``folder`` None: that of the tritonserver whose stub this process is."""
-        self._folder = folder or _server_folder(os.getppid())
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._seen = 0
+        """``folder`` None: that of the tritonserver whose stub this process is.
+
+        Raises:
+            DiffusionError: the folder belongs to another user, or others may write to it.
+        """
+        self._given = folder
+        self._folder = self._make_folder()
+        self._seen: int | None = None
         self._swept = time.monotonic()
 
     def add(self, request_id: str) -> None:
         """``request_id`` is cancelled, wherever it is."""
-        self._folder.mkdir(
-            mode=0o700, parents=True, exist_ok=True
-        )  # a cleaner of temporary files may have been here
+        if not self._folder.is_dir():  # a cleaner of temporary files has been here
+            self._folder = self._make_folder()
         self._remove_old()
         # Moved here, not touched: a file that is there already would leave the folder's time stamp as it is.
         new = self._folder / f".{uuid.uuid4().hex}"
@@ -63,9 +70,14 @@ class Tombstones:
             changed = self._folder.stat().st_mtime_ns
         except OSError:
             return False
-        news = changed != self._seen or time.time() - changed / 1e9 < _CLOCK_TICK_SECONDS
-        self._seen = changed
+        news = changed != self._seen
+        # A file system's clock ticks: another one may come yet with the time stamp of the last one.
+        is_settled = time.time() - changed / 1e9 > _CLOCK_TICK_SECONDS
+        self._seen = changed if is_settled else None
         return news
+
+    def _make_folder(self) -> Path:
+        return _require_private(self._given) if self._given else _server_folder(os.getppid())
 
     def _path(self, request_id: str) -> Path:
         return self._folder / hashlib.sha256(request_id.encode()).hexdigest()
@@ -83,17 +95,30 @@ class Tombstones:
 
 def _server_folder(tritonserver: int) -> Path:
     """A folder of its own for each tritonserver; those of servers that are gone are removed."""
-    servers = Path(tempfile.gettempdir()) / f"triton_diffusion_{os.getuid()}"
+    servers = _require_private(Path(tempfile.gettempdir()) / f"triton_diffusion_{os.getuid()}")
     for folder in servers.glob("*_*"):
         process, _, started = folder.name.partition("_")
-        if process.isdecimal() and _start_time(int(process)) != started:
+        if process.isdecimal() and str(start_time(int(process))) != started:
             shutil.rmtree(folder, ignore_errors=True)
-    return servers / f"{tritonserver}_{_start_time(tritonserver)}"
+    return _require_private(servers / f"{tritonserver}_{start_time(tritonserver)}")
 
 
-def _start_time(process: int) -> str | None:
-    """It tells a process from a later one with the same id; None for one that is gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
+def _require_private(folder: Path) -> Path:
+    """Make ``folder``, or see that the one that is there is ours alone: its name can be guessed.
+
+    Raises:
+        DiffusionError: it belongs to another user, others may write to it, or it is no folder.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "it is no folder"
+    elif found.st_uid != os.getuid():
+        problem = f"it belongs to user {found.st_uid}, not to {os.getuid()}, who runs this"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "other users may write to it"
+    else:
+        folder.chmod(0o700)
+        return folder
+    raise DiffusionError(f"{folder} cannot hold the cancels of requests: {problem}; remove it")

@@ -18,6 +18,7 @@ from diffusion_backend import guard
 from diffusion_backend.bootstrap import TRITON_SERVER, python_library_folder
 from diffusion_backend.client import ADMIN_KEY_HEADER
 from diffusion_backend.model_config import CONFIG_FILE, list_ensembles, read_model_config
+from diffusion_backend.process_identity import start_time
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports, indent
 from diffusion_backend.settings import parse_limits
 from diffusion_backend.shared_memory import require_room
@@ -27,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 # What a stranger on this machine must not do: replace models (which runs code), map memory, change logs.
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 _REGION_PREFIX = "triton_diffusion"
-_LOST_REQUESTS_PATIENCE_SECONDS = 10.0
+LOST_REQUESTS_PATIENCE_SECONDS = 10.0
 # With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -87,6 +88,7 @@ class TritonServer:
         self._process: ManagedProcess | None = None
         self._to_load = set(self.models)
         self._requests_lost = False
+        self.was_cut_short = False  # stop() killed it, as it would have waited for requests that were lost
 
     def pipelines(self) -> list[str]:
         """The ensembles that are ours; an operator may have others beside them."""
@@ -189,12 +191,14 @@ class TritonServer:
         """Stop it with all its stubs; returns whether it ended in order. Without a start: nothing to do."""
         if self._process is None:
             return True
-        if self._requests_lost:
-            # It would wait for them until its exit timeout, and then end with an error.
-            end = time.monotonic() + _LOST_REQUESTS_PATIENCE_SECONDS
-            self._process.stop(lambda: hurry() or time.monotonic() > end)
-            return True
-        return self._process.stop(hurry)
+        if not self._requests_lost:
+            return self._process.stop(hurry)
+        # It would wait for the lost requests until its exit timeout, and then end with an error. Nothing tells them
+        # from others that still run.
+        end = time.monotonic() + LOST_REQUESTS_PATIENCE_SECONDS
+        in_order = self._process.stop(lambda: hurry() or time.monotonic() > end)
+        self.was_cut_short = not in_order and time.monotonic() > end
+        return in_order
 
     def __enter__(self) -> Self:
         self.start()
@@ -279,25 +283,18 @@ def remove_stale_regions() -> None:
     pattern = re.compile(rf"{_REGION_PREFIX}_(\d+)_(\d+)_(\d+)_")
     for region in guard.SHARED_MEMORY.glob(f"{_REGION_PREFIX}_*"):
         owner = pattern.match(region.name)
-        if owner and int(owner[1]) == _pid_namespace() and _start_time(int(owner[2])) != int(owner[3]):
+        if owner and int(owner[1]) == _pid_namespace() and start_time(int(owner[2])) != int(owner[3]):
             region.unlink(missing_ok=True)
 
 
 def _region_prefix() -> str:
     # The start time tells this process from a later one with the same id.
     pid = os.getpid()
-    return f"{_REGION_PREFIX}_{_pid_namespace()}_{pid}_{_start_time(pid)}_{secrets.token_hex(4)}_"
+    return f"{_REGION_PREFIX}_{_pid_namespace()}_{pid}_{start_time(pid)}_{secrets.token_hex(4)}_"
 
 
 def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _start_time(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
 
 
 def _ensembles(repository: Path) -> list[str]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from adapter_process import AdapterProcess
+from openai_adapter.triton import CLOSE_SECONDS
 from tcp_link import TcpLink
 
 from tests.running_server import RunningServer
@@ -72,7 +73,9 @@ def test_requests_that_outlast_the_shutdown_are_told(
             body = {"prompt": "a fox"}
             answer = pool.submit(httpx.post, adapter.url + GENERATIONS, json=body, timeout=60)
             time.sleep(0.2)
+            told = time.monotonic()
             assert adapter.stop() == 0
+            assert time.monotonic() - told < 1 + CLOSE_SECONDS + 10  # a server that cancels nothing, at that
             assert answer.result().status_code == 503
             assert answer.result().json()["error"]["code"] == "shutting_down"
 
@@ -105,7 +108,7 @@ def test_models_by_name_need_no_admin_key(start_adapter: StartAdapter, server: R
     assert [card["id"] for card in httpx.get(f"{named.url}/v1/models").json()["data"]] == ["emoji-flux"]
 
 
-def test_a_model_that_is_not_there_keeps_it_unready(
+def test_a_model_that_is_not_there_keeps_it_unready_and_serving(
     start_adapter: StartAdapter, server: RunningServer
 ) -> None:
     adapter = start_adapter(*flags_for(server), "--models", "emoji-flux,later")
@@ -113,6 +116,9 @@ def test_a_model_that_is_not_there_keeps_it_unready(
     health = httpx.get(f"{adapter.url}/health")
     assert (health.status_code, health.json()["models"]) == (503, {"emoji-flux": True, "later": False})
     assert "later" in health.json()["error"]["message"]
+    serving = httpx.get(f"{adapter.url}/health/serving")
+    assert serving.status_code == 200
+    assert serving.json() == {"status": "serving", "models": {"emoji-flux": True, "later": False}}
     body = {"prompt": "a fox", "num_inference_steps": 2}
     answers = {
         model: httpx.post(adapter.url + GENERATIONS, json={**body, "model": model}, timeout=60)
@@ -135,6 +141,9 @@ def test_triton_goes_and_comes_back(start_adapter: StartAdapter, server: Running
         while httpx.get(f"{adapter.url}/health").status_code == 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        serving = httpx.get(f"{adapter.url}/health/serving")
+        assert (serving.status_code, serving.json()["models"]) == (503, {"emoji-flux": False})
+        assert serving.json()["error"]["code"] == "not_serving"
         assert httpx.get(f"{adapter.url}/health/live").status_code == 200
         assert httpx.get(f"{adapter.url}/v1/models").json() == models
         answer = httpx.post(adapter.url + GENERATIONS, json={"prompt": "a fox"})

@@ -69,7 +69,7 @@ def test_keys(make_app: MakeApp, path: str, headers: dict[str, str]) -> None:
     assert send(app, "GET", path, headers=KEY).status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/v1/media/x.png"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/serving", "/v1/media/x.png"])
 def test_open_paths(make_app: MakeApp, path: str) -> None:
     assert send(make_app(api_keys="k"), "GET", path).status_code != 401
 
@@ -110,19 +110,27 @@ def test_cors_with_keys(make_app: MakeApp) -> None:
     refused = send(app, "GET", "/v1/models", headers={"origin": "https://page.example"})
     assert_envelope(refused, 401, "invalid_api_key")
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
-    assert "x-request-id" in refused.headers["access-control-expose-headers"]
+    exposed = {name.strip() for name in refused.headers["access-control-expose-headers"].split(",")}
+    assert exposed == {"x-request-id", "retry-after", "x-should-retry"}
     stranger = send(app, "OPTIONS", "/v1/models", headers={**PREFLIGHT, "origin": "https://other.example"})
     assert_envelope(stranger, 400, "cors_refused")
     assert "access-control-allow-origin" not in stranger.headers
 
 
-def test_health_tells_strangers_no_names(make_app: MakeApp) -> None:
+@pytest.mark.parametrize(
+    ("path", "code", "message"),
+    [
+        ("/health", "not_ready", "the server is not ready"),
+        ("/health/serving", "not_serving", "the server is not serving"),
+    ],
+)
+def test_health_tells_strangers_no_names(make_app: MakeApp, path: str, code: str, message: str) -> None:
     app = make_app(api_keys="first,second")
-    stranger = send(app, "GET", "/health")
-    assert_envelope(stranger, 503, "not_ready")
+    stranger = send(app, "GET", path)
+    assert_envelope(stranger, 503, code)
     assert set(stranger.json()) == {"status", "error"}
-    assert stranger.json()["error"]["message"] == "the server is not ready"
-    known = send(app, "GET", "/health", headers=KEY).json()
+    assert stranger.json()["error"]["message"] == message
+    known = send(app, "GET", path, headers=KEY).json()
     assert known["models"] == {}
     assert "has not been reached" in known["error"]["message"]
 
@@ -156,6 +164,7 @@ def test_health_with_an_unreachable_triton(app: FastAPI) -> None:
     assert_envelope(answer, 503, "not_ready")
     assert answer.headers["retry-after"]
     assert answer.json()["error"]["message"] == "the model server cannot be reached"
+    assert_envelope(send(app, "GET", "/health/serving"), 503, "not_serving")
     assert_envelope(send(app, "GET", "/v1/models"), 503, "not_ready")
     request = {"prompt": "a fox"}
     generation = send(app, "POST", "/v1/images/generations", json=request)

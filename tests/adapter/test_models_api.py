@@ -34,12 +34,15 @@ def test_card(client: openai.OpenAI, limits: ModelLimits) -> None:
     card = client.models.retrieve(MODEL).model_dump()
     assert (card["id"], card["object"], card["owned_by"]) == (MODEL, "model", "triton-diffusion")
     assert (card["created"], card["root"]) == (limits.created, "emoji-flux")
+    assert card["source_revision"] is None
     assert card["pipeline_class"] == card["pipeline_name"] == "FluxPipeline"
     assert card["task_type"] == limits.task
     assert (card["default_size"], card["max_size"], card["size_multiple"]) == ("64x64", "128x128", 8)
     assert (card["default_num_inference_steps"], card["default_guidance_scale"]) == (20, 2.0)
     assert {"auto", "lossless", "low"} <= set(card["qualities"])
     assert card["fast_path"]["state"] == "not_installed"
+    assert (card["batching"]["enabled"], card["batching"]["joined"]) == (True, True)
+    assert 0 <= card["batching"]["difference"] <= card["batching"]["tolerance"] == 1e-3
     assert "num_gpus" not in card
 
 
@@ -72,7 +75,7 @@ def test_unknown(client: openai.OpenAI, name: str) -> None:
 
 
 def test_health(server: RunningServer) -> None:
-    for path, status in (("/health/live", "live"), ("/health", "ready")):
+    for path, status in (("/health/live", "live"), ("/health", "ready"), ("/health/serving", "serving")):
         answer = httpx.get(server.adapter_url + path)
         assert (answer.status_code, answer.json()["status"]) == (200, status)
         assert answer.headers["x-request-id"]

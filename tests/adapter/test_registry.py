@@ -88,6 +88,20 @@ def test_previews_are_refused_where_the_stage_has_none() -> None:
     assert build_model_card(with_denoise(None))["previews"] is None
 
 
+def test_a_card_says_whether_requests_share_the_denoiser() -> None:
+    found = {"enabled": False, "joined": True, "difference": 0.5, "tolerance": 0.001}
+    card = build_model_card(replace(ONE, stages={"one_denoise": {"batching": {**found, "more": 1}}}))
+    assert card["batching"] == found
+    assert build_model_card(with_denoise({}))["batching"] is None  # a stage of an earlier version
+    assert build_model_card(with_denoise(None))["batching"] is None
+
+
+def test_a_card_has_the_commit_of_a_hub_model() -> None:
+    limits = LIMITS.model_copy(update={"source_revision": "1" * 40})
+    card = build_model_card(replace(ONE, limits=limits))
+    assert (card["root"], card["source_revision"]) == ("org/one", "1" * 40)
+
+
 def test_described_are_known_models_by_name() -> None:
     assert [model.name for model in registry(TWO, UNSEEN, ONE).described()] == ["one", "two"]
     with pytest.raises(ApiError):

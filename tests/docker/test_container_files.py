@@ -20,7 +20,9 @@ from container_files import (
     read_requirements,
 )
 from diffusion_backend.container import ADMIN_KEY_FILE, PORTS
+from diffusion_backend.launcher import ADAPTER_PATIENCE_SECONDS
 from openai_adapter.settings import SECRETS_DIR, Settings
+from openai_adapter.triton import CLOSE_SECONDS
 
 from tests.running_server import ROOT
 
@@ -163,11 +165,15 @@ def test_services_are_healthy_before_they_are_used_and_have_time_to_stop() -> No
     assert adapter["environment"]["OPENAI_ADAPTER_TRITON_URL"] == f"triton:{PORTS.grpc}"
     (exit_timeout,) = re.findall(r"--exit-timeout=(\d+)", only(DOCKERFILES["triton"], "CMD"))
     assert _seconds(triton["stop_grace_period"]) > int(exit_timeout)
-    assert _seconds(adapter["stop_grace_period"]) > Settings.model_fields["shutdown_seconds"].default
+    stopping = Settings.model_fields["shutdown_seconds"].default + CLOSE_SECONDS
+    assert _seconds(adapter["stop_grace_period"]) > stopping
+    assert stopping < ADAPTER_PATIENCE_SECONDS
     for service in (triton, adapter):
         assert service["restart"] == "unless-stopped"
         assert service["init"] is True
-        assert "healthcheck" not in service  # the images' own hold
+    assert "healthcheck" not in triton  # the image's own holds
+    port = Settings.model_fields["port"].default
+    assert f"'http://127.0.0.1:{port}/health/serving'" in adapter["healthcheck"]["test"][-1]
 
 
 def test_triton_gets_the_gpus_and_shared_memory() -> None:

@@ -258,5 +258,7 @@ def test_a_model_that_lost_requests_can_be_unloaded(serving: Launched, expected:
 def test_it_still_stops_and_leaves_nothing(serving: Launched) -> None:
     groups = serving.groups()
     serving.process.send_signal(signal.SIGINT)
-    assert serving.process.wait(100) == 0, serving.output()
+    code = serving.process.wait(100)
+    # Triton may wait for requests that it lost with the stages above: then it is killed, and that is said.
+    assert code == int("tritonserver was killed 10 s after" in serving.output()), serving.output()
     serving.assert_nothing_is_left(groups)

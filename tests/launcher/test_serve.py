@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from diffusion_backend import tritonserver
 from diffusion_backend.guard import SHARED_MEMORY, group_members
 from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.tritonserver import TritonServer, http_status, remove_stale_regions
@@ -122,7 +123,7 @@ def test_one_port_for_two_is_refused(model_repository: Path, tmp_path: Path) -> 
         (["--", "more"], "more"),
     ],
 )
-def test_wrongserve_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_wrong_serve_arguments(arguments: list[str], words: str, tmp_path: Path) -> None:
     result = _run(*serve_arguments(tmp_path, tmp_path / "data", free_ports(4)), *arguments)
     assert result.returncode != 0
     assert words in result.stderr
@@ -169,6 +170,31 @@ def test_a_model_that_does_not_load_is_told_with_its_reason(broken_repository: P
         pass
     assert group_members(triton.process.pid) == []
     assert list(SHARED_MEMORY.glob(f"{triton.regions}*")) == []
+
+
+STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.1; done"
+IN_ORDER = "trap 'exit 0' TERM; echo up; while :; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize(("script", "in_order"), [(STUBBORN, False), (IN_ORDER, True)])
+def test_how_it_ended_is_told_after_lost_requests(
+    broken_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, in_order: bool
+) -> None:
+    """A program in the place of tritonserver that waits for ever, as that does for requests of a dead stub."""
+    program = tmp_path / "home/bin/tritonserver"
+    for folder in (program.parent, tmp_path / "home/backends"):
+        folder.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TRITONSERVER_DIR", str(tmp_path / "home"))
+    monkeypatch.setattr(tritonserver, "LOST_REQUESTS_PATIENCE_SECONDS", 0.5)
+    triton = TritonServer(broken_repository, data_dir=tmp_path / "data")
+    triton.start()
+    wait_for(lambda: "up" in triton.log.read_text())
+    triton.note_lost_requests()
+    assert triton.stop() == in_order
+    assert triton.was_cut_short != in_order
+    assert group_members(triton.process.pid) == []
 
 
 def test_a_repository_without_an_ensemble_or_with_a_broken_configuration(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from diffusion_backend.settings import ModelLimits, parse_limits
 if TYPE_CHECKING:
     import torch
 
-    from diffusion_backend.loading import Stage
+    from diffusion_backend.stage_names import Stage
 
 logger = logging.getLogger("diffusion_backend")
 
@@ -131,7 +131,7 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
     started = time.perf_counter()
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # the current device is this thread's, and kernels go to it
-    pipeline = loading.open_pipeline(config.source)
+    pipeline = loading.open_pipeline(config.source, config.limits.source_revision)
     for found in inspection.inspect_pipeline(pipeline):
         if found.problems and found.component.stage == stage:
             raise DiffusionError(f"{config.source} cannot be loaded: {'; '.join(found.problems)}")

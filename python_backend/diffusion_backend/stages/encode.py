@@ -21,7 +21,7 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, loading, seams
         from diffusion_backend.encoder_cache import EncoderCache
-        from diffusion_backend.loading import Stage
+        from diffusion_backend.stage_names import Stage
         from diffusion_backend.stages.metrics import CacheMetrics
         from diffusion_backend.tombstones import Tombstones
 
