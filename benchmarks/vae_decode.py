@@ -57,10 +57,6 @@ from diffusion_backend.loading import quiet_libraries
 from vaes import FACTOR, Case
 
 HEADLINE = "AutoencoderKL"
-COMPILED = ("AutoencoderKL", "AutoencoderKLFlux2")
-NOT_COMPILED = (
-    "not compiled: its decoder keeps frames of the last call in lists, and is compiled anew for each state"
-)
 IDENTICAL_DB = 200.0
 
 
@@ -311,9 +307,6 @@ def _add_compiled(
 ) -> None:
     """Compile, within the plan's time; the headline's largest case is compiled in any case."""
     case = result.case
-    if case.vae not in COMPILED:
-        result.notes.append(NOT_COMPILED)
-        return
     wanted: list[tuple[str, torch.dtype | None]] = [("compiled", None)]
     if case.prefix in plan.compile_both:
         wanted.append(("compiled fast", result.fast_dtype))
