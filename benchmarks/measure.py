@@ -9,7 +9,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,6 +82,21 @@ def plain_server(script: str, *arguments: str, environment: Mapping[str, str] = 
 def request_body(seed: int, **more: object) -> dict[str, object]:
     """The body of the adapter's ``/v1/images/generations``; all but the seed is the same in every request."""
     return {"model": MODEL, "prompt": PROMPT, "seed": seed, "response_format": "b64_json", **more}
+
+
+def seconds_of(function: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """What one call takes, of ``repeats`` one after the other, with all that they leave a GPU to do."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    wait()
+    return (time.perf_counter() - started) / repeats
 
 
 def report(title: str, head: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,65 @@ def test_memory(tmp_path: Path) -> None:
     for stage in ("encode", "denoise"):
         assert figures[f"{stage}_more_over_weights"] > 0.9
         assert figures[f"{stage}_more_private_mib"] < 0.9 * figures["weights_mib"]
+
+
+@pytest.mark.long
+def test_vae_decode(tmp_path: Path) -> None:
+    """Every way to decode, and what this machine reaches at all, on whatever it has."""
+    figures = _figures("vae_decode", tmp_path / "figures.json")
+    _assert_positive(figures, ("speedup", "psnr_db", "speedup_vs_compile", "share_of_floor", "rounds"))
+    _assert_positive(figures, ("copy_gb_per_second",))
+    prefix = next(name for name in figures if name.endswith("_lossless_ms")).removesuffix("lossless_ms")
+    for name in ("lossless", "fast", "compiled"):
+        _assert_positive(figures, tuple(f"{prefix}{name}{what}_ms" for what in ("", "_median", "_cpu")))
+        assert figures[f"{prefix}{name}_ms"] <= figures[f"{prefix}{name}_median_ms"]
+    assert figures["speedup"] == pytest.approx(figures[f"{prefix}lossless_ms"] / figures[f"{prefix}fast_ms"])
+
+
+def test_vae_traffic(tmp_path: Path) -> None:
+    """The fast decoder saves the FLOPs that its algebra saves, exactly, and the bytes of SiLU and doubled pictures."""
+    figures = _figures("vae_traffic", tmp_path / "figures.json")
+    # A convolution of 9 taps at 4 pixels becomes one of 16 taps at the pixel that they came from.
+    upsamplings = sum(
+        2 * (4 * 9 - 16) * c * c * side * side for c, side in ((512, 128), (512, 256), (256, 512))
+    )
+    projection = 2 * 512 * 512 * 128 * 128  # of the attention's output
+    assert figures["eager_flops"] - figures["rewritten_flops"] == upsamplings + projection
+    assert figures["eager_bytes"] / figures["rewritten_bytes"] == pytest.approx(figures["bytes_ratio"])
+    silu_of_the_largest = 2 * 2 * 128 * 1024**2
+    assert figures["rewritten_bytes"] < figures["eager_bytes"] - 5 * silu_of_the_largest
+    assert figures["rewritten_operations"] < figures["eager_operations"]
+    for name in ("eager", "rewritten"):
+        memory, compute = (figures[f"{name}_h200_{what}_ms"] for what in ("memory", "compute"))
+        assert max(memory, compute) < figures[f"{name}_h200_roofline_ms"] < memory + compute
+
+
+def test_the_benchmark_of_kernels() -> None:
+    """It runs on a GPU alone: here its code does, on small tensors, in Triton's interpreter."""
+    script = """if True:
+        import json, torch, vae_kernels
+        shapes = {"group_norm_silu": [(1, 32, 4, 4)], "rms_norm_silu": [(1, 16, 1, 4, 4)], "to_uint8": [(2, 3, 4, 4)]}
+        times = vae_kernels.time_kernels(torch.device("cpu"), torch.float32, shapes, repeats=1)
+        print(json.dumps([[time.kernel, time.bytes, time.figures(1.0)] for time in times]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "benchmarks")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    times = {kernel: (moved, figures) for kernel, moved, figures in json.loads(done.stdout)}
+    assert {kernel: moved for kernel, (moved, _) in times.items()} == {
+        "group_norm_silu": 3 * 4 * 32 * 4 * 4,
+        "rms_norm_silu": 2 * 4 * 16 * 4 * 4,
+        "to_uint8": (4 + 1) * 2 * 3 * 4 * 4,
+    }
+    for kernel, (moved, figures) in times.items():
+        (rate,) = (value for name, value in figures.items() if name.endswith("gb_per_second"))
+        (us,) = (
+            value for name, value in figures.items() if name.endswith("_us") and not name.endswith("torch_us")
+        )
+        assert rate == pytest.approx(moved / us / 1000), kernel
