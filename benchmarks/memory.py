@@ -30,7 +30,11 @@ LARGER = {
     "transformer": {"num_attention_heads": 24},
     "vae": {"block_out_channels": [192, 384, 768]},
 }
-QUICK = {"text_encoder_2": {"num_layers": 4}, "transformer": {"num_attention_heads": 8}, "vae": {}}
+QUICK = {
+    "text_encoder_2": {"num_layers": 4},
+    "transformer": {"num_attention_heads": 8},
+    "vae": {"block_out_channels": [48, 96, 192]},
+}
 
 
 def make_pipeline(folder: Path, *, is_quick: bool) -> None:

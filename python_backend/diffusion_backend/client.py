@@ -317,8 +317,10 @@ class AsyncDiffusionClient:
         async with aclosing(self._exchange(request, cancel, timeout)) as results:
             async for result in results:
                 generation = to_generation(result)
-                if "error" in generation.info:  # a preview that could not be made
-                    logger.warning("no preview of step %s", generation.info["step"])
+                if "error" in generation.info:  # a preview that could not be made, or a cancel
+                    logger.debug(
+                        "no picture of step %s: %s", generation.info["step"], generation.info["error"]
+                    )
                 else:
                     yield generation
 

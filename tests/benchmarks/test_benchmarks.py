@@ -89,7 +89,7 @@ def test_memory(tmp_path: Path) -> None:
 def test_vae_decode(tmp_path: Path) -> None:
     """Every way to decode, and what this machine reaches at all, on whatever it has."""
     figures = _figures("vae_decode", tmp_path / "figures.json")
-    _assert_positive(figures, ("speedup", "psnr_db", "speedup_vs_compile", "share_of_floor", "rounds"))
+    _assert_positive(figures, ("speedup", "psnr_db", "speedup_vs_compile", "share_of_floor"))
     _assert_positive(figures, ("copy_gb_per_second",))
     prefix = next(name for name in figures if name.endswith("_lossless_ms")).removesuffix("lossless_ms")
     for name in ("lossless", "fast", "compiled"):

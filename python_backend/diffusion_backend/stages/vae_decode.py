@@ -58,8 +58,13 @@ class TritonPythonModel:
                 request_id = common.read_request_id(request)
                 if common.asks_to_describe(request):
                     responses[index] = common.description_response(self._description, (1, 1))
+                    continue
+                work = self._read(index, request_id, request)
+                # A preview is decoded all the same: denoise runs yet, and tells of the cancel.
+                if work.settings.is_final and request_id in self._tombstones:
+                    responses[index] = self._no_picture(common.cancelled(), work)
                 else:
-                    works.append(self._read(index, request_id, request))
+                    works.append(work)
             except Exception as error:
                 responses[index] = common.error_response(error, request_id)
         limits = self._config.limits
@@ -85,9 +90,6 @@ class TritonPythonModel:
             raise DiffusionError.from_text(settings.error) or invalid(
                 "settings", "'error' is none of denoise's"
             )
-        # A preview is decoded all the same: denoise runs yet, and tells of the cancel.
-        if settings.is_final and request_id in self._tombstones:
-            raise common.cancelled()
         latents = common.array_input(request, "latents")
         tier = resolve_tier(settings.quality, self._config.limits.default_quality)
         return Work(index, request_id, latents, settings, tier)
@@ -118,11 +120,18 @@ class TritonPythonModel:
         return [self._response(image, work, path, seconds) for image, work in zip(images, batch, strict=True)]
 
     def _failure(self, error: Exception, work: Work) -> Any:
-        """An error; or an empty picture in the place of a preview, whose request denoise still works for."""
-        import triton_python_backend_utils as pb_utils
-
         if work.settings.is_final:
             return common.error_response(error, work.request_id)
+        return self._no_picture(error, work)
+
+    def _no_picture(self, error: Exception, work: Work) -> Any:
+        """An empty picture, whose ``info`` has the error: for whom denoise may not be done with yet.
+
+        An error that overtakes the end of another step of the same request leaves a request that tritonserver 2.51
+        never counts out.
+        """
+        import triton_python_backend_utils as pb_utils
+
         ours = common.to_ours(error, work.request_id)
         info = {**work.settings.model_dump(exclude={"decode_arguments", "timings"}), "error": ours.message}
         empty = np.zeros((1, 0, 0, 3), np.uint8)
