@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from diffusion_backend.errors import invalid
 from diffusion_backend.quality import Tier
+from diffusion_backend.stages import vae_decode
 from diffusion_backend.stages.decode_batches import Work, group
 from diffusion_backend.stages.decode_settings import DecodeSettings
 from diffusion_backend.stages.vae_decode import TritonPythonModel
@@ -44,6 +45,10 @@ def test_fast_ones_of_a_shape_share_a_batch_up_to_the_cap() -> None:
     assert indices(works, 8 * DEFAULT) == [[0, 2, 3, 5], [1, 4]]
 
 
+def test_without_batches_each_is_alone_however_small() -> None:
+    assert indices([work(0, side=8), work(1, side=8), work(2, side=8)], 0) == [[0], [1], [2]]
+
+
 def test_lossless_ones_and_other_arguments_do_not() -> None:
     works = [work(0, Tier.LOSSLESS), work(1), work(2, Tier.LOSSLESS), work(3, timestep=0.05), work(4)]
     assert indices(works, 8 * DEFAULT) == [[0], [1, 4], [2], [3]]
@@ -66,3 +71,42 @@ def test_a_failure_in_a_batch_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     first, second, third = model._answer([work(0), work(1), work(2)])
     assert (first, third) == ("picture 0", "picture 2")
     assert "these are bad" in second
+
+
+class Decoder:
+    """As much of a stage as deciding on a tier needs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_fast_path: bool, decode: Any) -> None:
+        self.model = TritonPythonModel()
+        limits = SimpleNamespace(default_quality=Tier.LOSSLESS)
+        monkeypatch.setattr(self.model, "_config", SimpleNamespace(limits=limits), raising=False)
+        monkeypatch.setattr(self.model, "_has_fast_path", has_fast_path, raising=False)
+        monkeypatch.setattr(self.model, "_check_latents", lambda *_: None)
+        monkeypatch.setattr(self.model, "_decode", decode)
+
+
+@pytest.mark.parametrize(("has_fast_path", "batches"), [(True, [[0, 1]]), (False, [[0], [1]])])
+def test_without_a_fast_path_nothing_is_batched(
+    has_fast_path: bool, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs is the lossless decoder then, and lossless means alone."""
+    decoder = Decoder(monkeypatch, has_fast_path=has_fast_path, decode=None)
+    one = work(0)
+    monkeypatch.setattr(vae_decode.common, "text_input", lambda *_: one.settings.model_dump_json())
+    monkeypatch.setattr(vae_decode.common, "array_input", lambda *_: one.latents)
+    monkeypatch.setattr(vae_decode, "parse_decode_settings", lambda *_: one.settings)
+    assert indices([decoder.model._read(i, str(i), None) for i in range(2)], 8 * DEFAULT) == batches
+
+
+def test_what_the_fast_decoder_fails_at_is_decoded_losslessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = []
+
+    def decode(batch: list[Work]) -> list[str]:
+        tiers.append(batch[0].tier)
+        if batch[0].tier is Tier.FAST:
+            raise RuntimeError("not finite")
+        return ["picture"]
+
+    decoder = Decoder(monkeypatch, has_fast_path=True, decode=decode)
+    assert decoder.model._answer([work(0)]) == ["picture"]
+    assert tiers == [Tier.FAST, Tier.LOSSLESS]

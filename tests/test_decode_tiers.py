@@ -29,7 +29,12 @@ from tests.running_server import ROOT, RunningServer
 
 MODEL = "emoji-flux"
 PROMPT = "a fox on a blue background"
-SIZES = ((16, 16), (16, 24), (8, 32))  # of latents: height, width
+SIZES = (
+    (16, 16),
+    (16, 24),
+    (8, 32),
+    (8, 8),
+)  # of latents: height, width; the last is less than half the default
 PIXELS = 4  # a latent's side
 CONCURRENT = 200
 

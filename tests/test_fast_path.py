@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -188,6 +189,27 @@ def test_a_vae_has_one_gate() -> None:
         install(vae, torch.float32)
 
 
+def test_a_copy_is_another_vae() -> None:
+    """It decodes with its own weights, in the original's open gate, too."""
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    install(vae, torch.bfloat16)
+    twin = copy.deepcopy(vae)
+    with use_vae_fast_path(vae, True), use_vae_fast_path(twin, True) as is_fast:
+        assert not is_fast
+        assert torch.equal(decode(twin, latents), before)
+        for parameter in twin.decoder.parameters():
+            parameter.zero_()
+        assert decode(twin, latents).abs().max() == 0
+
+
+def test_somebody_elses_forward_is_left_alone() -> None:
+    vae, _ = make("AutoencoderKL")
+    vae.decoder.forward = vae.decoder.forward
+    with pytest.raises(ValueError, match="somebody else's"):
+        install(vae, torch.float32)
+
+
 def test_slicing_and_tiling_use_it_too() -> None:
     """They call the decoder for each slice and tile."""
     vae, latents = make("AutoencoderKL")
@@ -302,16 +324,47 @@ def test_pictures_that_differ_too_much_are_refused_with_the_figure() -> None:
         assert torch.equal(decode(vae, latents), before)
 
 
-def test_a_decoder_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_a_decoder_that_fails_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(FastDecoder, "forward", fail)
+    monkeypatch.setattr(FastDecoder, method, fail)
     vae, latents = make("AutoencoderKL")
     path = installed(vae)
     assert path.state == "refused"
     assert path.reason == "it failed: RuntimeError: no kernel for this device"
     decode(vae, latents)
+
+
+def test_differences_beyond_white_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that is white all over is equal to any other one."""
+    forward = FastDecoder.forward
+    monkeypatch.setattr(FastDecoder, "forward", lambda *args: 3 * forward(*args) + 7)
+    vae, _ = make("AutoencoderKL")
+    vae.decoder.conv_out.bias += 100
+    path = installed(vae)
+    assert path.psnr_db == 200
+    assert path.state == "refused"
+    assert path.reason is not None
+    assert path.reason.startswith("before they are clamped, its pictures have a PSNR of ")
+
+
+def test_the_latents_of_flux2_are_those_of_its_own_statistics() -> None:
+    vae, _ = make("AutoencoderKLFlux2")
+    vae.bn.running_mean.uniform_(-2, 2)
+    vae.bn.running_var.uniform_(0.5, 4)
+    noise = torch.randn(1, 8, 5, 6)
+    packed = torch.nn.functional.pixel_unshuffle(noise[..., :4, :], 2)
+    std = (vae.bn.running_var + vae.bn.eps).sqrt().view(1, -1, 1, 1)
+    expected = torch.nn.functional.pixel_shuffle(packed * std + vae.bn.running_mean.view(1, -1, 1, 1), 2)
+    assert torch.allclose(fast_path._denormalize(noise, vae)[..., :4, :], expected, atol=1e-6)
+
+
+def test_a_gpu_without_bfloat16_units_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_units, expected in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_units, **_: has)
+        assert fast_path._fast_dtype(torch.device("cuda"), torch.float32) == expected
 
 
 def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:

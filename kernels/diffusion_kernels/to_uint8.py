@@ -83,7 +83,14 @@ def to_uint8(x: Tensor) -> Tensor:
     y = torch.empty(batch, height, width, 3, dtype=torch.uint8, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _to_uint8_kernel[(triton.cdiv(3 * pixels, BLOCK), batch)](
-            x, y, pixels, NO_FRACTION, PLANAR=planar, BLOCK=BLOCK
+            x,
+            y,
+            pixels,
+            NO_FRACTION,
+            PLANAR=planar,
+            BLOCK=BLOCK,
+            # One multiply-add would not round before it rounds to a level, and halves would not go to the even one.
+            enable_fp_fusion=False,
         )
     return y
 

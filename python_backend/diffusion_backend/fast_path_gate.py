@@ -11,32 +11,36 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 _numbers = itertools.count()
-# By the VAE object itself: a copy of it is another VAE. Weak, so that the fast decoder goes when its VAE goes.
+# By the VAE and its decoder themselves: a copy is another one. Weak: what is here goes when its VAE goes.
 _gates: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_fast_decoders: WeakKeyDictionary[nn.Module, tuple[int, Callable[..., Any]]] = WeakKeyDictionary()
 _open: ContextVar[frozenset[int]] = ContextVar("open_vae_fast_path_gates", default=frozenset())
 
 
 def register_vae_fast_path_gate(vae: Any, fast: Callable[..., Any]) -> None:
     """From now on ``fast`` stands in for ``vae.decoder`` wherever the gate is open; it is called as that one is.
 
+    ``fast`` must not hold on to ``vae``. It has the weights that it was built from: whoever changes those of ``vae``
+    removes the gate first, and registers another.
+
     Raises:
-        ValueError: ``vae`` has a gate already.
+        ValueError: ``vae`` has a gate already, or something else replaced its decoder's ``forward``.
     """
     if vae in _gates:
         raise ValueError("this VAE has a fast path already")
+    if "forward" in vars(vae.decoder):
+        raise ValueError("this VAE's decoder has a forward of somebody else's")
     number = next(_numbers)
-    plain = vae.decoder.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (fast if number in _open.get() else plain)(*args, **kwargs)
-
-    vae.decoder.forward = forward
+    # A bound method: a deep copy of the decoder has one of its own, which finds no fast decoder here.
+    vae.decoder.forward = MethodType(_forward, vae.decoder)
+    _fast_decoders[vae.decoder] = number, fast
     _gates[vae] = number
 
 
@@ -44,6 +48,7 @@ def remove_vae_fast_path_gate(vae: Any) -> None:
     """Leave ``vae`` as it was before it was registered."""
     if _gates.pop(vae, None) is not None:
         del vae.decoder.forward
+        del _fast_decoders[vae.decoder]
 
 
 @contextmanager
@@ -62,3 +67,10 @@ def use_vae_fast_path(vae: nn.Module, enabled: bool) -> Iterator[bool]:
         yield enabled
     finally:
         _open.reset(token)
+
+
+def _forward(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    number, fast = _fast_decoders.get(decoder, (None, None))
+    if fast is not None and number in _open.get():
+        return fast(*args, **kwargs)
+    return type(decoder).forward(decoder, *args, **kwargs)

@@ -242,12 +242,22 @@ def decode(
     Raises:
         DiffusionError: the pictures are not finite, or the arguments are none of ``replay``'s.
     """
+    return to_pictures(pipe, run_vae(pipe, latents, decode_arguments), exact=exact)
+
+
+def to_pictures(pipe: DiffusionPipeline, decoded: torch.Tensor, *, exact: bool = True) -> torch.Tensor:
+    """The second half of ``decode``: of what ``run_vae`` returns."""
     if not exact and pipe.device.type == "cuda" and _is_plain(pipe):
         from diffusion_kernels.to_uint8 import to_uint8
 
-        return to_uint8(oddities.picture(_run_vae(pipe, latents, decode_arguments))).cpu()
+        picture = oddities.picture(decoded)
+        if not picture.is_contiguous(
+            memory_format=torch.channels_last
+        ):  # a tile's part, or the lossless decoder's
+            picture = picture.contiguous()
+        return to_uint8(picture).cpu()
     # As VaeImageProcessor.numpy_to_pil rounds.
-    pixels = (decode_floats(pipe, latents, decode_arguments).float() * 255).round().to(torch.uint8)
+    pixels = (_to_floats(pipe, decoded).float() * 255).round().to(torch.uint8)
     return pixels.movedim(-3, -1).contiguous().cpu()
 
 
@@ -255,7 +265,10 @@ def decode_floats(
     pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]
 ) -> torch.Tensor:
     """``decode`` before it rounds: values from 0 to 1, [B, (F,) 3, H, W]."""
-    decoded = _run_vae(pipe, latents, decode_arguments)
+    return _to_floats(pipe, run_vae(pipe, latents, decode_arguments))
+
+
+def _to_floats(pipe: DiffusionPipeline, decoded: torch.Tensor) -> torch.Tensor:
     if makes_video(pipe):
         clip: torch.Tensor = pipe.video_processor.postprocess_video(decoded, output_type="pt")
         return clip
@@ -268,10 +281,12 @@ def _is_plain(pipe: DiffusionPipeline) -> bool:
     return not makes_video(pipe) and bool(pipe.image_processor.config.do_normalize)
 
 
-def _run_vae(
-    pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]
-) -> torch.Tensor:
-    """What ``vae.decode`` makes of them: values from -1 to 1, [B, 3, (F,) H, W]."""
+def run_vae(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]) -> torch.Tensor:
+    """What ``vae.decode`` makes of latents: values from about -1 to 1, [B, 3, (F,) H, W].
+
+    Raises:
+        DiffusionError: they are not finite, or the arguments are none of ``replay``'s.
+    """
     z = latents.to(pipe.device, pipe.vae.dtype)
     unknown = set(decode_arguments) - set(list(inspect.signature(pipe.vae.decode).parameters)[1:])
     if unknown or "return_dict" in decode_arguments:

@@ -17,10 +17,11 @@ from tests.families.catalogue import FAMILIES
 from tests.families.family import Family
 from tests.families.four_requests import PROMPTS, FourRequests
 
-# float32 rounds differently in a batch, and each step carries that on. The second one is for the random weights of a
-# family (PixArt) whose latents grow into the thousands, where two neighbouring float32 are 1.2e-4 apart.
+# float32 rounds differently in a batch, and each step carries that on. The second one is for the random weights of
+# families whose latents are large: PixArt's grow into the thousands, where two neighbouring float32 are 1.2e-4 apart.
+# It is 17 of float32's epsilons; what it comes to depends on the CPU (SDXL: 1.6e-6 on one with AMX).
 TOLERANCE = 1e-4
-RELATIVE_TOLERANCE = 1e-6
+RELATIVE_TOLERANCE = 2e-6
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -1,7 +1,8 @@
 """Compiles every kernel, in every configuration that autotuning may choose, for a Hopper GPU: none is needed for that.
 
 It calls the launching functions, so that the kernels are specialised as in production, and stops short of the
-launch. Prints a line of JSON for each binary: the case, the kernel and its instructions on global memory.
+launch. Prints a line of JSON for each binary: the case, the kernel, its instructions on global memory and how many
+multiply-adds it has.
 """
 
 from __future__ import annotations
@@ -59,7 +60,17 @@ def report_instead_of_launching(case: str) -> None:
             set(re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.c[ag][\w.]*", binary.asm["ptx"]))
         )
         assert binary.asm["cubin"]
-        print(json.dumps({"case": case, "kernel": kernel.__name__, "instructions": instructions}))
+        fused = len(re.findall(r"\bfma\.", binary.asm["ptx"]))
+        print(
+            json.dumps(
+                {
+                    "case": case,
+                    "kernel": kernel.__name__,
+                    "instructions": instructions,
+                    "multiply_adds": fused,
+                }
+            )
+        )
         return binary
 
     JITFunction.run = compile_only

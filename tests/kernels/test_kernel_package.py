@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_tensors_on_the_cpu_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("compile_for_hopper.py")
     result = run_without_interpreter(str(script), cache=tmp_path_factory.mktemp("triton"))
     assert result.returncode == 0, result.stderr
@@ -52,13 +53,20 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", ["aligned", "one-pixel", "ragged"])
-def test_every_kernel_compiles_for_hopper(case: str, binaries: list[dict[str, str]]) -> None:
+def test_every_kernel_compiles_for_hopper(case: str, binaries: list[dict[str, Any]]) -> None:
     assert {binary["kernel"] for binary in binaries if binary["case"] == case} == KERNELS
 
 
-def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(binaries: list[dict[str, str]]) -> None:
+def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(binaries: list[dict[str, Any]]) -> None:
     for binary in binaries:
         if binary["case"] == "aligned" and binary["kernel"] in {"_normalise_kernel", "_rms_norm_silu_kernel"}:
             assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(binary["instructions"])
         if binary["case"] == "aligned" and binary["kernel"] == "_statistics_kernel":
             assert {"ld.global.v4.b32", "cp.async.cg.shared.global"} & set(binary["instructions"])
+
+
+def test_levels_are_rounded_after_the_product_is(binaries: list[dict[str, Any]]) -> None:
+    """A multiply-add in between would send halves to the odd level, which the interpreter does not show."""
+    counts = [binary["multiply_adds"] for binary in binaries if binary["kernel"] == "_to_uint8_kernel"]
+    assert counts
+    assert not any(counts)

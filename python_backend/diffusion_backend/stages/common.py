@@ -44,6 +44,19 @@ class StageConfig:
     dtype: torch.dtype | None
     parameters: dict[str, str]
 
+    def parameter(self, name: str) -> str:
+        """One of the ``parameters`` of the stage's own ``config.pbtxt``.
+
+        Raises:
+            DiffusionError: it has none of that name.
+        """
+        if name not in self.parameters:
+            raise DiffusionError(
+                f"the config.pbtxt of {self.model} has no parameter {name!r}: add the model again, with this version",
+                code="outdated_config",
+            )
+        return self.parameters[name]
+
 
 def tune_process() -> None:
     """Settings of this process that must stand before torch is imported.
@@ -325,6 +338,11 @@ def error_response(error: BaseException, request_id: str) -> Any:
     ours = to_ours(error, request_id)
     code = getattr(pb_utils.TritonError, ours.status.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(ours.to_text(), code))
+
+
+def is_clients_fault(error: BaseException) -> bool:
+    """Whether the request itself was wrong, and would be whatever ran it."""
+    return isinstance(error, DiffusionError) and error.status is Status.INVALID_ARG
 
 
 def to_ours(error: BaseException, request_id: str) -> DiffusionError:

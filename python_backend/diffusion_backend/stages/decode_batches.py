@@ -15,7 +15,10 @@ from diffusion_backend.stages.decode_settings import DecodeSettings
 
 @dataclass(frozen=True)
 class Work:
-    """One request's: ``latents`` [1, C, H, W], or [1, C, F, H, W], float32. ``index`` is its place in ``execute``."""
+    """One request's: ``latents`` [1, C, H, W], or [1, C, F, H, W], float32. ``index`` is its place in ``execute``.
+
+    ``tier`` is that of the decoder that is going to run, not of the quality asked for.
+    """
 
     index: int
     request_id: str

@@ -38,8 +38,8 @@ class TritonPythonModel:
         self._is_decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
         self._tombstones = Tombstones()
         self._engine = engine.Engine(
-            max_requests=int(self._config.parameters["max_queued_requests"]),
-            max_batch_rows=float(self._config.parameters["max_batch_rows"]),
+            max_requests=int(self._config.parameter("max_queued_requests")),
+            max_batch_rows=float(self._config.parameter("max_batch_rows")),
             tombstones=self._tombstones,
             events=DenoiseMetrics(self._config.model, self._config.instance),
         )
@@ -70,7 +70,7 @@ class TritonPythonModel:
         """Try whether rows of a batch are what they are alone; if not, the engine makes no batches."""
         from diffusion_backend.self_check import check_batching
 
-        sample = self._conditioning.unpack((model / self._config.parameters["self_check"]).read_bytes())
+        sample = self._conditioning.unpack((model / self._config.parameter("self_check")).read_bytes())
         settings = check(self._config.limits, sample.settings)
         dtype = common.parse_dtype(sample.dtype)
         result = check_batching(self._pipe, self._config.limits, settings, sample, dtype)

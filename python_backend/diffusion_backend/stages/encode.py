@@ -32,7 +32,7 @@ class TritonPythonModel:
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
         self._metrics = CacheMetrics(self._config.model, self._config.instance)
         self._cache = EncoderCache(
-            int(self._config.parameters["encoder_cache_bytes"]), self._metrics.looked_up
+            int(self._config.parameter("encoder_cache_bytes")), self._metrics.looked_up
         )
         for name, encoder in loading.modules_of(self._pipe, Stage.ENCODE).items():
             vars(self._pipe)[name] = self._cache.wrap(encoder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from diffusion_backend.quality import Tier, resolve_tier
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_batches import Work, group
 from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
+
+logger = logging.getLogger("diffusion_backend")
 
 
 class TritonPythonModel:
@@ -35,18 +38,17 @@ class TritonPythonModel:
         self._tombstones = Tombstones()
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
-        self._scale = int(self._config.parameters["vae_scale_factor"])
-        # On a CPU torch's sums depend on the batch, so that a picture would differ with its mates; nor is it faster.
-        is_gpu = self._config.device.type == "cuda"
-        self._max_rows = float(self._config.parameters["max_gpu_batch_rows"]) if is_gpu else 1.0
+        self._scale = int(self._config.parameter("vae_scale_factor"))
         self._metrics = DecodeMetrics(self._config.model, self._config.instance)
         self._pipe, description = common.load(self._config, Stage.VAE_DECODE)
         path = fast_path.install(
             self._pipe,
             self._latents_shape(args),
             device=self._config.device,
-            min_psnr_db=float(self._config.parameters["fast_path_min_psnr_db"]),
+            min_psnr_db=float(self._config.parameter("fast_path_min_psnr_db")),
         )
+        self._has_fast_path = path.state == "installed"
+        self._max_pixels = self._most_pixels()
         self._description = json.dumps({**json.loads(description), "fast_path": dataclasses.asdict(path)})
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -67,8 +69,7 @@ class TritonPythonModel:
                     works.append(work)
             except Exception as error:
                 responses[index] = common.error_response(error, request_id)
-        limits = self._config.limits
-        for batch in group(works, self._max_rows * limits.default_width * limits.default_height):
+        for batch in group(works, self._max_pixels):
             for work, response in zip(batch, self._answer(batch), strict=True):
                 responses[work.index] = response
         return responses
@@ -81,6 +82,18 @@ class TritonPythonModel:
         sides = [limits.default_height // self._scale, limits.default_width // self._scale]
         return [channels, *[1] * (len(free) - 2), *sides]
 
+    def _most_pixels(self) -> float:
+        """Of a batch of fast decodes.
+
+        On a CPU each is alone: torch's sums depend on the batch there, so that a picture would differ with its mates;
+        nor is a batch faster.
+        """
+        limits = self._config.limits
+        rows = float(self._config.parameter("max_gpu_batch_rows"))
+        return (
+            rows * limits.default_width * limits.default_height if self._config.device.type == "cuda" else 0
+        )
+
     def _check_sample(self, files: dict[str, bytes]) -> None:
         parse_decode_settings(common.text_sample("settings", files["settings"]), self._config.limits)
 
@@ -92,6 +105,8 @@ class TritonPythonModel:
             )
         latents = common.array_input(request, "latents")
         tier = resolve_tier(settings.quality, self._config.limits.default_quality)
+        if not self._has_fast_path:
+            tier = Tier.LOSSLESS
         return Work(index, request_id, latents, settings, tier)
 
     def _answer(self, batch: list[Work]) -> list[Any]:
@@ -101,8 +116,15 @@ class TritonPythonModel:
             return self._decode(batch)
         except Exception as error:
             if len(batch) == 1:
-                return [self._failure(error, batch[0])]
+                return self._recover(error, batch[0])
         return [response for work in batch for response in self._answer([work])]  # whose fault it was
+
+    def _recover(self, error: Exception, work: Work) -> list[Any]:
+        """What is too much for the fast decoder's dtype need not be for the VAE's own."""
+        if work.tier is Tier.LOSSLESS or common.is_clients_fault(error):
+            return [self._failure(error, work)]
+        logger.warning("%s: the fast decoder failed, decoding losslessly: %s", work.request_id, error)
+        return self._answer([dataclasses.replace(work, tier=Tier.LOSSLESS)])
 
     def _decode(self, batch: list[Work]) -> list[Any]:
         import torch
