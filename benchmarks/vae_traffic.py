@@ -53,6 +53,7 @@ KINDS = {
     "silu_": "SiLU",
     "upsample_nearest2d": "upsampling",
     "add": "residual additions",
+    "add_": "residual additions",
     "div": "divisions",
     "attention": "attention",
     "addmm": "attention",

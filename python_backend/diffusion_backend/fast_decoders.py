@@ -22,7 +22,7 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from diffusion_backend.fast_layers import FoldedAttention, GroupNormSiLU, RmsNormSiLU, Upsample
+from diffusion_backend.fast_layers import FoldedAttention, GroupNormSiLU, Resnet, RmsNormSiLU, Upsample
 
 VAES = (AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLWan, AutoencoderKLQwenImage)
 
@@ -108,10 +108,10 @@ def _rewrite_resnet(block: Any) -> nn.Module:
     _require(block.time_emb_proj is None, "without a time embedding")
     _require(block.time_embedding_norm in ("default", "group"), "of a plain normalization")
     _require(block.upsample is None and block.downsample is None, "of one size")
+    convolutions = [conv for conv in (block.conv1, block.conv2, block.conv_shortcut) if conv is not None]
+    _require(all(type(conv) is nn.Conv2d for conv in convolutions), "of plain convolutions")
     norms = [_group_norm_silu(norm, block.nonlinearity) for norm in (block.norm1, block.norm2)]
-    block.norm1, block.norm2 = norms
-    block.nonlinearity = nn.Identity()
-    return block  # type: ignore[no-any-return]
+    return Resnet(block, *norms)
 
 
 def _rewrite_upsample(layer: Any) -> nn.Module:
@@ -195,7 +195,7 @@ _REWRITES: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     qwen.QwenImageResidualBlock: _rewrite_wan_block,
     qwen.QwenImageResample: _rewrite_wan_resample,
 }
-_FAST_LAYERS = (GroupNormSiLU, RmsNormSiLU, Upsample, FoldedAttention)
+_FAST_LAYERS = (GroupNormSiLU, RmsNormSiLU, Resnet, Upsample, FoldedAttention)
 # What stays as it is: convolutions, and what only calls its parts.
 _KEPT = {
     nn.Conv2d,

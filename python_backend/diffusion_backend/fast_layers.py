@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 
@@ -61,6 +62,27 @@ class RmsNormSiLU(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         return F.silu(y, inplace=True).movedim(-1, 1)
+
+
+class Resnet(nn.Module):
+    """A residual block of two convolutions: [N, C, H, W] to [N, D, H, W].
+
+    The sum is made in the place of the last convolution's result, and not divided where the divisor is 1: two tensors
+    less to be written.
+    """
+
+    def __init__(self, block: ResnetBlock2D, norm1: GroupNormSiLU, norm2: GroupNormSiLU) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = norm1, block.conv1
+        self.norm2, self.conv2 = norm2, block.conv2
+        self.shortcut = block.conv_shortcut or nn.Identity()
+        self.divisor = block.output_scale_factor
+
+    def forward(self, x: torch.Tensor, temb: None = None) -> torch.Tensor:  # noqa: ARG002
+        """``temb`` is the place of the embeddings that decoders of this kind do not have."""
+        y: torch.Tensor = self.conv2(self.norm2(self.conv1(self.norm1(x))))
+        y += self.shortcut(x)
+        return y / self.divisor if self.divisor != 1.0 else y
 
 
 class Upsample(nn.Module):
