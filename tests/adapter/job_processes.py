@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import time
 from multiprocessing.synchronize import Barrier
 
 from openai_adapter.database import Database
-from openai_adapter.job_queue import JobQueue
+from openai_adapter.job_files import JobFiles
+from openai_adapter.job_queue import JobQueue, LeaseLostError
 from openai_adapter.job_store import JobStore, NewJob
+
+# Each begins as a copy of a process that has imported everything.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["openai_adapter.job_files", "openai_adapter.job_store"])
 
 Claims = list[tuple[str, int]]
 
@@ -44,4 +51,23 @@ def create_with_key(
         barrier.wait(60)
         ids.append(store.create(new).job.id)
     found.put(ids)
+    database.close()
+
+
+def work(url: str, files_url: str) -> None:
+    """Work on jobs until all are done."""
+    database = Database(url)
+    queue, files = JobQueue(database, ttl=1000), JobFiles(files_url)
+    while sum(queue.count_unfinished("video").values()):
+        claim = queue.claim("video", f"process {os.getpid()}", 0.5)
+        if claim is None:
+            time.sleep(0.05)
+            continue
+        try:
+            queue.report_progress(claim, 50)
+            time.sleep(random.uniform(0, 0.1))
+            entry = files.put(claim, "video.mp4", f"{claim.token}".encode())
+            queue.complete(claim, {"video": entry})
+        except LeaseLostError:
+            pass  # what it has left in the store is for the sweep
     database.close()

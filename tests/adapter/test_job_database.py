@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from diffusion_backend.processes import free_ports
-from job_processes import upgrade
+from job_processes import PROCESSES, upgrade
 from jobs import create
 from openai_adapter.database import VERSION_TABLE, Base, Database, DatabaseError
 from openai_adapter.job_store import JobStore
@@ -41,9 +40,8 @@ def test_a_newer_schema_is_refused(database: Database) -> None:
 
 
 def test_many_adapters_start_at_once(empty_database_url: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(6)
-    processes = [context.Process(target=upgrade, args=(empty_database_url, barrier)) for _ in range(6)]
+    barrier = PROCESSES.Barrier(6)
+    processes = [PROCESSES.Process(target=upgrade, args=(empty_database_url, barrier)) for _ in range(6)]
     for process in processes:
         process.start()
     for process in processes:

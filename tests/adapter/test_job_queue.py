@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 
 import pytest
-from job_processes import claim_all
+from job_processes import PROCESSES, claim_all
 from jobs import CALLER, KIND, claim, create, expire, new_job, row
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue, LeaseLostError
@@ -204,10 +203,9 @@ def test_the_queue_is_counted(store: JobStore, queue: JobQueue) -> None:
 def test_processes_never_claim_the_same(empty_database_url: str, database: Database) -> None:
     store = JobStore(database)
     jobs = create(store, 120)
-    context = multiprocessing.get_context("spawn")
-    barrier, found = context.Barrier(6), context.Queue()
+    barrier, found = PROCESSES.Barrier(6), PROCESSES.Queue()
     arguments = (empty_database_url, barrier, found)
-    processes = [context.Process(target=claim_all, args=arguments) for _ in range(6)]
+    processes = [PROCESSES.Process(target=claim_all, args=arguments) for _ in range(6)]
     for process in processes:
         process.start()
     claims = [found.get(timeout=120) for _ in processes]

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import multiprocessing
 import time
 from dataclasses import replace
 
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
-from job_processes import create_with_key
+from job_processes import PROCESSES, create_with_key
 from jobs import CALLER, KIND, claim, create, key, new_job, row
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue, LeaseLostError
@@ -99,11 +98,10 @@ def test_bad_keys(store: JobStore, text: str) -> None:
 
 def test_many_processes_create_with_the_same_keys(empty_database_url: str, database: Database) -> None:
     """Each key makes one job, whoever was first."""
-    context = multiprocessing.get_context("spawn")
-    barrier, found = context.Barrier(4), context.Queue()
-    requests = [replace(new_job(), idempotency=key(f"key {n}".replace(" ", "-"))) for n in range(20)]
+    barrier, found = PROCESSES.Barrier(4), PROCESSES.Queue()
+    requests = [replace(new_job(), idempotency=key(f"key-{n}")) for n in range(20)]
     arguments = (empty_database_url, barrier, requests, found)
-    processes = [context.Process(target=create_with_key, args=arguments) for _ in range(4)]
+    processes = [PROCESSES.Process(target=create_with_key, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     ids = [found.get(timeout=120) for _ in processes]
