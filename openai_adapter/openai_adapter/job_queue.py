@@ -187,7 +187,6 @@ def _fail_exhausted(session: Session, now: float, kind: str | None, ttl: float) 
         query = query.where(Job.kind == kind)
     jobs = session.scalars(query.order_by(Job.sequence).with_for_update(skip_locked=True)).all()
     for job in jobs:
-        job.token += 1  # the last worker may be slow, not dead
         times = "once" if job.attempts == 1 else f"{job.attempts} times"
         _fail(job, ATTEMPTS_EXHAUSTED, f"the work on this {job.kind} was interrupted {times}", now, ttl)
     return len(jobs)
