@@ -72,6 +72,17 @@ class Metrics:
         self.media_expired = Counter(
             "openai_adapter_media_expired", "Files that the sweep deleted.", registry=self.registry
         )
+        self.jobs_removed = Counter(
+            "openai_adapter_jobs_removed",
+            "Finished jobs that retention removed, by what they were beyond: age or bytes.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.job_orphans = Counter(
+            "openai_adapter_job_orphans",
+            "Files that were removed because no job has them.",
+            registry=self.registry,
+        )
 
 
 class _Restarts(Collector):

@@ -1,16 +1,24 @@
-"""What the adapter's tests share: an app whose Triton is down, and an adapter as a process of its own."""
+"""What the adapter's tests share: an app whose Triton is down, an adapter as a process of its own, and databases."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_process import AdapterProcess
+from diffusion_backend.processes import LaunchError
 from fastapi import FastAPI
+from openai_adapter.database import Database
+from openai_adapter.job_queue import JobQueue
+from openai_adapter.job_store import JobStore
 
 from openai_adapter import Settings, create_app
+from tests.postgres import new_database, running_postgres
+
+TTL = 1000.0
 
 
 @pytest.fixture
@@ -43,3 +51,45 @@ def start_adapter(tmp_path: Path) -> Iterator[Callable[..., AdapterProcess]]:
         if adapter.process.poll() is None:
             adapter.process.kill()
             adapter.process.wait()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a Postgres server."""
+    with contextlib.ExitStack() as stack:
+        try:
+            url = stack.enter_context(running_postgres())
+        except LaunchError as error:
+            pytest.fail(f"there is no Postgres for the tests: {error}", pytrace=False)
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
+    else:
+        with new_database(request.getfixturevalue("postgres")) as url:
+            yield url
+
+
+@pytest.fixture
+def database(empty_database_url: str) -> Iterator[Database]:
+    """A database of each kind, with its tables."""
+    database = Database(empty_database_url)
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def store(database: Database) -> JobStore:
+    """The store of jobs, as clients see it."""
+    return JobStore(database)
+
+
+@pytest.fixture
+def queue(database: Database) -> JobQueue:
+    """The queue of jobs, as workers see it."""
+    return JobQueue(database, TTL)

@@ -145,3 +145,16 @@ def test_the_benchmark_of_kernels() -> None:
             value for name, value in figures.items() if name.endswith("_us") and not name.endswith("torch_us")
         )
         assert rate == pytest.approx(moved / us / 1000), kernel
+
+
+def test_job_list(tmp_path: Path) -> None:
+    """A page costs about the same with a hundred jobs and with ten thousand."""
+    figures = _figures("job_list", tmp_path / "figures.json")
+    names = [
+        f"sqlite_{count}_{kind}_p50_ms"
+        for count in (100, 10_000)
+        for kind in ("first", "behind", "ascending")
+    ]
+    _assert_positive(figures, (*names, "sqlite_10000_offset_p50_ms"))
+    for kind in ("first", "behind", "ascending"):
+        assert figures[f"sqlite_10000_{kind}_p50_ms"] < 3 * figures[f"sqlite_100_{kind}_p50_ms"]

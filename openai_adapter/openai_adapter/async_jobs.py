@@ -1,0 +1,82 @@
+"""Jobs for code that runs on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from openai_adapter.database import Database
+from openai_adapter.job_queue import Claim, JobQueue
+from openai_adapter.job_store import JobStore
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+THREADS = 4
+
+
+def _in_thread(
+    part: Callable[[AsyncJobs], S], method: Callable[Concatenate[S, P], T]
+) -> Callable[Concatenate[AsyncJobs, P], Coroutine[Any, Any, T]]:
+    """``method`` of a part of the jobs, as a coroutine."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncJobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        work = functools.partial(method, part(self), *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    return call
+
+
+def _store(jobs: AsyncJobs) -> JobStore:
+    return jobs.store
+
+
+def _queue(jobs: AsyncJobs) -> JobQueue:
+    return jobs.queue
+
+
+class AsyncJobs:
+    """The methods of ``JobStore`` and ``JobQueue``, as coroutines.
+
+    They have threads of their own: in the loop's, heartbeats would wait behind the clips that are being encoded.
+    """
+
+    def __init__(self, database: Database, ttl: float) -> None:
+        self.store = JobStore(database)
+        self.queue = JobQueue(database, ttl)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jobs")
+
+    create = _in_thread(_store, JobStore.create)
+    get = _in_thread(_store, JobStore.get)
+    list_page = _in_thread(_store, JobStore.list_page)
+    delete = _in_thread(_store, JobStore.delete)
+    heartbeat = _in_thread(_queue, JobQueue.heartbeat)
+    report_progress = _in_thread(_queue, JobQueue.report_progress)
+    complete = _in_thread(_queue, JobQueue.complete)
+    fail = _in_thread(_queue, JobQueue.fail)
+    release = _in_thread(_queue, JobQueue.release)
+    count_unfinished = _in_thread(_queue, JobQueue.count_unfinished)
+    _claim = _in_thread(_queue, JobQueue.claim)
+
+    async def claim(
+        self, kind: str, worker: str, lease_seconds: float, *, job_id: str | None = None
+    ) -> Claim | None:
+        """``JobQueue.claim``. A claim that is made while its caller is cancelled is given back."""
+        claiming = asyncio.create_task(self._claim(kind, worker, lease_seconds, job_id=job_id))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # the lease runs out
+                if (claim := await claiming) is not None:
+                    await self.release(claim, counts=False)
+            raise
+
+    def close(self) -> None:
+        """Wait for what is running; a call that comes later raises ``RuntimeError``."""
+        self.threads.shutdown()

@@ -1,0 +1,1 @@
+"""The versions of the database's schema, for Alembic; ``Database.upgrade`` runs what is missing."""

@@ -1,0 +1,196 @@
+"""A Postgres of the tests' own, from Debian's packages; or one that is named in TEST_POSTGRES_URL.
+
+Debian's programs are used where they are installed; else its packages are unpacked into ``.venv``, which needs no root
+and changes nothing beyond. Postgres refuses to run as root: then it runs as ``nobody``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports
+from sqlalchemy import make_url
+
+from tests.running_server import ROOT
+
+URL_VARIABLE = "TEST_POSTGRES_URL"
+
+_UNPACKED = ROOT / ".venv" / "postgresql"
+_PROGRAMS = "usr/lib/postgresql/*/bin"
+_START_SECONDS = 60
+_ADVICE = f"install postgresql, or set {URL_VARIABLE} to a server where databases can be created"
+
+
+@contextmanager
+def running_postgres() -> Iterator[str]:
+    """The URL of a server where databases can be created.
+
+    Raises:
+        LaunchError: there is none, and none can be started.
+    """
+    if url := os.environ.get(URL_VARIABLE):
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
+        yield from _serve(Path(folder))
+
+
+@contextmanager
+def new_database(server_url: str) -> Iterator[str]:
+    """The URL of an empty database on that server; dropped at the end."""
+    name = f"test_{secrets.token_hex(8)}"
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+        try:
+            yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
+        finally:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def _serve(folder: Path) -> Iterator[str]:
+    programs = _find_programs() or _unpack_packages()
+    if os.geteuid() == 0:
+        programs = _make_reachable(programs, folder)
+    environment = {**os.environ, "LD_LIBRARY_PATH": _library_path(programs)}
+    password = secrets.token_hex(16)
+    data = _create_cluster(programs, folder, password, environment)
+    (port,) = free_ports(1)
+    options = ("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=")
+    process = ManagedProcess(
+        "postgres",
+        [*_as_user(), str(programs / "postgres"), "-D", str(data), "-p", str(port), *options],
+        log=folder / "log",
+        environment=environment,
+        patience=10,
+    )
+    try:
+        url = f"postgresql://postgres:{password}@127.0.0.1:{port}/postgres"
+        _wait(process, url)
+        yield url
+    finally:
+        process.stop()
+
+
+def _find_programs() -> Path | None:
+    found = [
+        path.parent
+        for path in (*Path("/").glob(f"{_PROGRAMS}/initdb"), *_UNPACKED.glob(f"{_PROGRAMS}/initdb"))
+    ]
+    if program := shutil.which("initdb"):
+        found.append(Path(program).resolve().parent)
+    return next((folder for folder in found if (folder / "postgres").exists()), None)
+
+
+def _unpack_packages() -> Path:
+    """Debian's packages, with the libraries that are missing here, unpacked."""
+    for needed in ("apt-get", "dpkg"):
+        if shutil.which(needed) is None:
+            raise LaunchError(f"there is no Postgres, and no {needed} to get one: {_ADVICE}")
+    staging = _UNPACKED.with_name("postgresql-staging")
+    shutil.rmtree(staging, ignore_errors=True)
+    packages = staging / "packages"
+    packages.mkdir(parents=True)
+    _run(["apt-get", "download", *_missing_packages()], packages)
+    for package in packages.glob("*.deb"):
+        _run(["dpkg", "-x", str(package), str(staging)], staging)
+    shutil.rmtree(packages)
+    programs = next(staging.glob(_PROGRAMS), None)
+    if programs is None:
+        raise LaunchError(f"Debian's packages have no Postgres in {_PROGRAMS}: {_ADVICE}")
+    staging.rename(_UNPACKED)
+    return _UNPACKED / programs.relative_to(staging)
+
+
+def _missing_packages() -> list[str]:
+    # Printing takes no lock and changes nothing, so anybody may.
+    command = ["apt-get", "--print-uris", "--yes", "--no-install-recommends", "-o", "Debug::NoLocking=1"]
+    try:
+        listing = _run([*command, "install", "postgresql"], ROOT)
+    except LaunchError:
+        if os.geteuid() != 0:
+            raise
+        _run(["apt-get", "update"], ROOT)  # the lists of packages may have been removed, as in containers
+        listing = _run([*command, "install", "postgresql"], ROOT)
+    return re.findall(r"^'\S+' ([^_\s]+)_\S+\.deb ", listing, re.MULTILINE)
+
+
+def _make_reachable(programs: Path, folder: Path) -> Path:
+    """A place from where ``nobody`` can run the programs; and ``folder`` is theirs."""
+    shutil.chown(folder, "nobody")
+    try:
+        _run([*_as_user(), "test", "-x", str(programs / "postgres")], Path("/"))
+    except LaunchError:
+        if not programs.is_relative_to(_UNPACKED):
+            raise
+        shutil.copytree(_UNPACKED, folder / "programs", symlinks=True)
+        return folder / "programs" / programs.relative_to(_UNPACKED)
+    return programs
+
+
+def _library_path(programs: Path) -> str:
+    """The folders of the libraries that were unpacked together with the programs."""
+    root = programs.parents[4]  # of usr/lib/postgresql/VERSION/bin
+    if root == Path("/"):
+        return os.environ.get("LD_LIBRARY_PATH", "")
+    return ":".join(sorted({str(path.parent) for path in (root / "usr/lib").glob("*-linux-gnu/*.so*")}))
+
+
+def _create_cluster(programs: Path, folder: Path, password: str, environment: Mapping[str, str]) -> Path:
+    # Others on this machine can reach the port.
+    password_file = folder / "password"
+    password_file.touch(mode=0o600)
+    password_file.write_text(password)
+    if os.geteuid() == 0:
+        shutil.chown(password_file, "nobody")
+    data = folder / "data"
+    options = ("--username=postgres", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync")
+    command = [str(programs / "initdb"), f"--pgdata={data}", f"--pwfile={password_file}", *options]
+    _run([*_as_user(), *command], Path("/"), environment)
+    return data
+
+
+def _as_user() -> list[str]:
+    if os.geteuid() != 0:
+        return []
+    return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+
+
+def _wait(process: ManagedProcess, url: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            psycopg.connect(url, connect_timeout=5).close()
+            return
+        except psycopg.OperationalError as error:
+            if process.poll() is not None:
+                raise LaunchError(process.obituary()) from None
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Postgres does not answer: {error}") from None
+            time.sleep(0.05)
+
+
+def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        raise LaunchError(f"'{' '.join(command)}' failed: {_ADVICE}\n{done.stdout}")
+    return done.stdout
