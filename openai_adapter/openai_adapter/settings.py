@@ -63,19 +63,6 @@ class Settings(BaseSettings):
     media_ttl_seconds: float = Field(
         3600, gt=0, le=10 * 365 * 86400, description="how long a generated file can be fetched"
     )
-    database_url: SecretStr | None = Field(
-        None,
-        description="database of jobs, sqlite:///FILE or postgresql://...; default: jobs.sqlite3 in data_dir",
-    )
-    job_files_url: str | None = Field(
-        None, description="fsspec URL of the store of jobs' files; default: the folder jobs in data_dir"
-    )
-    job_ttl_seconds: float = Field(
-        86400, gt=0, le=10 * 365 * 86400, description="how long a finished job and its files are kept"
-    )
-    job_max_bytes: int | None = Field(
-        None, gt=0, description="most bytes of all jobs' files; beyond that, the oldest jobs are removed"
-    )
     public_url: str | None = Field(
         None, description="what this server is called from outside, for the URLs of files"
     )
@@ -147,18 +134,6 @@ class Settings(BaseSettings):
         """The fsspec URL of the media store."""
         # Not as_uri(): fsspec takes the path as it stands, and would not undo the quoting.
         return self.media_url or f"file://{self.data_dir.absolute() / 'media'}"
-
-    @property
-    def job_database_url(self) -> str:
-        """The URL of the database of jobs, with its password."""
-        if self.database_url is not None:
-            return self.database_url.get_secret_value()
-        return f"sqlite:///{self.data_dir.absolute() / 'jobs.sqlite3'}"
-
-    @property
-    def job_store_url(self) -> str:
-        """The fsspec URL of the store of jobs' files."""
-        return self.job_files_url or f"file://{self.data_dir.absolute() / 'jobs'}"
 
 
 def is_loopback(host: str) -> bool:

@@ -14,8 +14,6 @@ from openai_adapter.database import VERSION_TABLE, Base, Database, DatabaseError
 from openai_adapter.job_store import JobStore
 from sqlalchemy import text
 
-from openai_adapter import Settings
-
 
 def test_migrations_make_the_tables_of_the_code(database: Database) -> None:
     with database.reading() as session:
@@ -71,8 +69,7 @@ def test_an_upgrade_that_fails_leaves_nothing(
 
 
 def test_sqlite_is_in_wal_mode_and_its_folder_is_made(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path / "new folder")
-    database = Database(settings.job_database_url)
+    database = Database(f"sqlite:///{tmp_path}/new folder/jobs.sqlite3")
     database.upgrade()
     database.close()
     with closing(sqlite3.connect(tmp_path / "new folder" / "jobs.sqlite3")) as connection:
@@ -107,11 +104,3 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/file/jobs.sqlite3")
     with pytest.raises(DatabaseError, match="cannot be opened"):
         database.upgrade()
-
-
-def test_settings(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, database_url="postgresql://u:geheim@h/d", job_files_url="s3://b/p")
-    assert settings.job_database_url == "postgresql://u:geheim@h/d"
-    assert "geheim" not in repr(settings)
-    assert settings.job_store_url == "s3://b/p"
-    assert Settings(data_dir=tmp_path).job_store_url == f"file://{tmp_path}/jobs"
