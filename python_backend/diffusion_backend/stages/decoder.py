@@ -1,0 +1,124 @@
+"""What the two forms of the VAE decode stage share: the loaded VAE, and what they ask of their inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from diffusion_backend.errors import DiffusionError, invalid
+from diffusion_backend.quality import Tier
+from diffusion_backend.stages import common
+from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
+
+
+class Decoder:
+    """The VAE of one process, with a fast decoder beside its own if that one can be had."""
+
+    def __init__(self, config: common.StageConfig, args: dict[str, str]) -> None:
+        """Check the warmup files and load; ``args`` is what Triton gives ``initialize``.
+
+        Raises:
+            DiffusionError: a warmup file cannot be used, or a file that the stage needs is missing or damaged.
+        """
+        from diffusion_backend import fast_path, seams
+        from diffusion_backend.fast_path_gate import use_vae_fast_path
+        from diffusion_backend.loading import Stage
+        from diffusion_backend.stages.metrics import DecodeMetrics
+
+        self._use_fast_path = use_vae_fast_path
+        self.seams = seams
+        self.config = config
+        common.check_warmup(args, self._check_sample)
+        self._scale = int(config.parameters["vae_scale_factor"])
+        self.metrics = DecodeMetrics(config.model, config.instance)
+        self.pipe, description = common.load(config, Stage.VAE_DECODE)
+        path = fast_path.install(
+            self.pipe,
+            self._latents_shape(args),
+            device=config.device,
+            min_psnr_db=float(config.parameters["fast_path_min_psnr_db"]),
+        )
+        self.description = json.dumps({**json.loads(description), "fast_path": dataclasses.asdict(path)})
+
+    @contextmanager
+    def path(self, tier: Tier) -> Iterator[Tier]:
+        """Decodes inside go the way of ``tier``, or the lossless one where no other is: the one that is yielded."""
+        with self._use_fast_path(self.pipe.vae, tier is Tier.FAST) as is_fast:
+            yield Tier.FAST if is_fast else Tier.LOSSLESS
+
+    def read_settings(self, request: Any) -> DecodeSettings:
+        """A request's settings.
+
+        Raises:
+            DiffusionError: they are wrong, or what they bring is an error of denoise's.
+        """
+        settings = parse_decode_settings(common.text_input(request, "settings"), self.config.limits)
+        if settings.error is not None:
+            raise DiffusionError.from_text(settings.error) or invalid(
+                "settings", "'error' is none of denoise's"
+            )
+        return settings
+
+    def check_latents(self, latents: np.ndarray[Any, Any], settings: DecodeSettings) -> None:
+        """Before any work: ``latents``, [C, ...], make what the settings speak of.
+
+        Raises:
+            DiffusionError: INVALID_ARG, naming the shape that does.
+        """
+        wanted = self._latent_sides(settings.height, settings.width, settings.num_frames)
+        if list(latents.shape[-len(wanted) :]) != wanted:
+            frames = "" if settings.num_frames is None else f"{settings.num_frames} frames of "
+            raise invalid(
+                "latents",
+                f"'latents' have the shape {list(latents.shape)}; "
+                f"allowed for {frames}{settings.width}x{settings.height}: "
+                f"one request's, ending in {', '.join(map(str, wanted))}",
+            )
+        if not np.isfinite(latents).all():
+            raise invalid("latents", "'latents' are not finite")
+
+    def check_size(self, size: Sequence[int], settings: DecodeSettings) -> None:
+        """``size`` of what was decoded, (width, height), is that of the settings.
+
+        Raises:
+            DiffusionError: it is not.
+        """
+        if tuple(size) != (settings.width, settings.height):
+            raise DiffusionError(
+                f"the VAE made a picture of {size[0]}x{size[1]}, not {settings.width}x{settings.height}",
+                code="wrong_size",
+            )
+
+    def info(self, settings: DecodeSettings, path: Tier, seconds: float) -> dict[str, Any]:
+        """What is told of something decoded."""
+        timings = {str(name): taken for name, taken in settings.timings.items()}
+        timings["decode_seconds"] = seconds
+        return {**settings.info(), "decode_path": path.value, "timings": timings}
+
+    def _check_sample(self, files: dict[str, bytes]) -> None:
+        parse_decode_settings(common.text_sample("settings", files["settings"]), self.config.limits)
+
+    def _latents_shape(self, args: dict[str, str]) -> list[int]:
+        """Those of the default size: [C, H, W], or [C, F, H, W] where the VAE is one for clips; F is 1 for a picture.
+
+        Of a clip three frames are enough: the first, the second and all others are decoded differently.
+        """
+        inputs = {given["name"]: given for given in json.loads(args["model_config"])["input"]}
+        channels, *free = map(int, inputs["latents"]["dims"])
+        limits = self.config.limits
+        frames = 3 if limits.makes_video else 1
+        sides = self._latent_sides(limits.default_height, limits.default_width, None)
+        return [channels, *[frames] * (len(free) - 2), *sides]
+
+    def _latent_sides(self, height: int, width: int, num_frames: int | None) -> list[int]:
+        sides = [height // self._scale, width // self._scale]
+        if num_frames is None:
+            return sides
+        step = self.config.limits.num_frames_step or 1
+        more = (num_frames - int(self.config.parameters["frames"])) // step
+        return [int(self.config.parameters["latent_frames"]) + more, *sides]
