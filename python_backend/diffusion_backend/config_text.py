@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diffusion_backend.clips import MAX_SLICE_BYTES
 from diffusion_backend.settings import ModelLimits
 from diffusion_backend.stage_names import Stage, stage_model
-from diffusion_backend.warmup import LatentsOf, Sample, WarmupInput
+from diffusion_backend.warmup import Sample, WarmupInput
 
 # Requests that one denoise instance holds, running and waiting, before it answers UNAVAILABLE.
 MAX_QUEUED_REQUESTS = 64
@@ -164,24 +164,21 @@ def denoise(
     )
 
 
-def vae_decode(name: str, limits: ModelLimits, latents: LatentsOf, kind: str, warmup: list[Sample]) -> str:
+def vae_decode(
+    name: str, limits: ModelLimits, latents_shape: tuple[int, ...], kind: str, warmup: list[Sample]
+) -> str:
     """The VAE decode stage of ``name``, one instance on each device.
 
     Where there are several, ``preserve_ordering`` keeps a preview from being overtaken by the picture.
     """
-    dims = ", ".join([str(latents.shape[0]), *["-1"] * (len(latents.shape) - 1)])
+    dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
     made, made_dims = _made(limits)
     if limits.makes_video:
         about = (
             "Decodes latents to raw clips, each sent in slices of at most max_slice_bytes, or of one frame."
         )
         policy = "max_batch_size: 0\nmodel_transaction_policy { decoupled: true }"
-        own = {
-            # So many frames have so many latents; num_frames_step more of them have one more.
-            "frames": str(latents.num_frames),
-            "latent_frames": str(latents.shape[1]),
-            "max_slice_bytes": str(MAX_SLICE_BYTES),
-        }
+        own = {"max_slice_bytes": str(MAX_SLICE_BYTES)}
     else:
         about = "Decodes latents to raw pictures."
         policy = f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}"
@@ -204,7 +201,7 @@ def vae_decode(name: str, limits: ModelLimits, latents: LatentsOf, kind: str, wa
         {
             "ensemble": name,
             # How many pixels wide a latent is.
-            "vae_scale_factor": str(limits.default_width // latents.shape[-1]),
+            "vae_scale_factor": str(limits.default_width // latents_shape[-1]),
             "fast_path_min_psnr_db": f"{FAST_PATH_MIN_PSNR_DB:g}",
             **own,
         },

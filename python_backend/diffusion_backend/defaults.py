@@ -38,6 +38,7 @@ FRAMES_ARGUMENTS = ("num_frames", "frames")
 FPS_ARGUMENTS = ("frame_rate", "fps")
 DEFAULT_FPS = 16
 MAX_FRAMES_STEP = 32
+STEPS = 2  # of a dry run: some schedules cannot be made of one
 _SOME_SIDE = 512  # of an image for a pipeline that chooses its size itself
 
 
@@ -218,18 +219,22 @@ class _Probe:
         raise unusable(f"it makes no picture of {self.width}x{self.height} or a little more")
 
     def frames(self) -> dict[str, int]:
-        """The limits of ``num_frames``: those of which the VAE's frames are one more or less than the default's."""
-        default, latents = self._made.num_frames, self._made.latent_frames
-        if default is None or latents is None:
+        """The limits of ``num_frames``: the smallest step by which it may grow and still come out as asked."""
+        default = self._made.num_frames
+        if default is None:
             return {}
+
+        def comes_out(count: int) -> bool:
+            return self._makes(self.width, self.height, count)
+
         for step in range(1, MAX_FRAMES_STEP + 1):
-            more = self._try(self.width, self.height, default + step)
-            if more and more.num_frames == default + step and more.latent_frames == latents + 1:
+            # By two steps, too: some VAEs make a number now and then that is in no series.
+            if comes_out(default + step) and comes_out(default + 2 * step):
                 break
         else:
             raise unusable(f"it makes no clip of {default} frames or a few more")
         low = default % step or step
-        while low < default and not self._makes(self.width, self.height, low):
+        while low < default and not comes_out(low):
             low += step
         return {
             "default_num_frames": default,
@@ -239,14 +244,10 @@ class _Probe:
         }
 
     def _makes(self, width: int, height: int, num_frames: int | None) -> bool:
-        made = self._try(width, height, num_frames)
-        return made is not None and made.size == (width, height, num_frames)
-
-    def _try(self, width: int, height: int, num_frames: int | None) -> Decoded | None:
         try:
-            return self._make(width, height, num_frames)
+            return self._make(width, height, num_frames) == Decoded(width, height, num_frames)
         except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
-            return None
+            return False
 
     def _make(self, width: int | None, height: int | None, num_frames: int | None) -> Decoded:
         """What comes out when this is asked for; None is the pipeline's default."""
@@ -260,7 +261,7 @@ class _Probe:
             max_width=width or 1,
             max_height=height or 1,
         )
-        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": 1})
+        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": STEPS})
         images = seams.blank_images(limits, width or _SOME_SIDE, height or _SOME_SIDE)
         arguments = seams.call_arguments(self._runs.encode, limits, settings, images)
         if width is None or height is None:

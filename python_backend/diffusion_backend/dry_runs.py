@@ -15,16 +15,11 @@ from diffusion_backend.stage_names import Stage
 
 @dataclass(frozen=True)
 class Decoded:
-    """The size of a picture or clip, in pixels; of a clip also its frames, and those of its latents."""
+    """The size of a picture or clip, in pixels, and how many frames a clip has."""
 
     width: int
     height: int
-    num_frames: int | None = None
-    latent_frames: int | None = None
-
-    @property
-    def size(self) -> tuple[int, int, int | None]:
-        return self.width, self.height, self.num_frames
+    num_frames: int | None
 
 
 class DryRuns:
@@ -62,12 +57,7 @@ class DryRuns:
         is_clip = seams.makes_video(self.encode)
         if is_clip and (made.ndim != 5 or denoised.latents.ndim != 5):
             raise unusable("its VAE decodes a clip frame by frame, which is not served")
-        return Decoded(
-            made.shape[-1],
-            made.shape[-2],
-            made.shape[2] if is_clip else None,
-            denoised.latents.shape[2] if is_clip else None,
-        )
+        return Decoded(made.shape[-1], made.shape[-2], made.shape[2] if is_clip else None)
 
 
 def _seeded(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         Stage.ENCODE: config_text.encode(name, limits, instances, samples[Stage.ENCODE]),
         Stage.DENOISE: config_text.denoise(
             name,
-            len(warmup.latents.shape),
+            len(warmup.latents_shape),
             instances,
             samples[Stage.DENOISE],
             unary=options.unary,
@@ -252,7 +252,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         Stage.VAE_DECODE: config_text.vae_decode(
             name,
             limits,
-            warmup.latents,
+            warmup.latents_shape,
             kind,
             samples[Stage.VAE_DECODE],
         ),

@@ -279,7 +279,8 @@ def check_num_frames(limits: ModelLimits, value: object) -> int | None:
     low, high, step = limits.min_num_frames, limits.max_num_frames, limits.num_frames_step
     if low is None or high is None or step is None:
         raise invalid(
-            "num_frames", "a model that makes video has 'min_num_frames', 'max_num_frames' and 'num_frames_step'"
+            "num_frames",
+            "a model that makes video has 'min_num_frames', 'max_num_frames' and 'num_frames_step'",
         )
     if isinstance(value, bool) or not isinstance(value, int) or value not in range(low, high + 1, step):
         raise invalid(

@@ -53,9 +53,9 @@ class LatentsOf:
 
 @dataclass(frozen=True)
 class Warmup:
-    """The samples of the three stages, and the latents of the first of them."""
+    """The samples of the three stages, and the shape of the latents of the first (without a batch axis)."""
 
-    latents: LatentsOf
+    latents_shape: tuple[int, ...]
     encode: list[Sample] = field(default_factory=list)
     denoise: list[Sample] = field(default_factory=list)
     vae_decode: list[Sample] = field(default_factory=list)
@@ -72,14 +72,14 @@ def build_warmup(
     denoise: list[Sample] = []
     vae_decode: list[Sample] = []
     default = (limits.default_width, limits.default_height)
-    latents: LatentsOf | None = None
+    latents_shape: tuple[int, ...] = ()
     for width, height in dict.fromkeys((default, *sizes)):
         settings = _settings(limits, width, height)
         images = seams.blank_images(limits, width, height)
         arguments = seams.call_arguments(runs.encode, limits, settings, images)
         denoised = runs.denoise(arguments)
         shape = tuple(denoised.latents.shape[1:])
-        latents = latents or LatentsOf(shape, settings.num_frames)
+        latents_shape = latents_shape or shape
         calls = runs.record(arguments)
         for count in dict.fromkeys((1, *batches)):
             name = f"{width}x{height}" + (f"_batch_{count}" if count > 1 else "")
@@ -89,8 +89,7 @@ def build_warmup(
             ]
     for count in dict.fromkeys((1, *batches)):
         encode.append(_encode_sample(limits, count))
-    assert latents is not None
-    return Warmup(latents, encode, denoise, vae_decode)
+    return Warmup(latents_shape, encode, denoise, vae_decode)
 
 
 def _settings(limits: ModelLimits, width: int, height: int) -> Settings:

@@ -70,14 +70,20 @@ class Decoder:
         Raises:
             DiffusionError: INVALID_ARG, naming the shape that does.
         """
-        wanted = self._latent_sides(settings.height, settings.width, settings.num_frames)
-        if list(latents.shape[-len(wanted) :]) != wanted:
-            frames = "" if settings.num_frames is None else f"{settings.num_frames} frames of "
+        sides = self._latent_sides(settings.height, settings.width)
+        of = f"{settings.width}x{settings.height}"
+        if list(latents.shape[-2:]) != sides:
             raise invalid(
                 "latents",
-                f"'latents' have the shape {list(latents.shape)}; "
-                f"allowed for {frames}{settings.width}x{settings.height}: "
-                f"one request's, ending in {', '.join(map(str, wanted))}",
+                f"'latents' have the shape {list(latents.shape)}; allowed for {of}: one request's, "
+                f"ending in {sides[0]}, {sides[1]}",
+            )
+        # Each latent is one frame or more.
+        if settings.num_frames is not None and not 1 <= latents.shape[-3] <= settings.num_frames:
+            raise invalid(
+                "latents",
+                f"'latents' have the shape {list(latents.shape)}; allowed for {settings.num_frames} frames of {of}: "
+                f"one request's, with at most as many in the third axis from the end",
             )
         if not np.isfinite(latents).all():
             raise invalid("latents", "'latents' are not finite")
@@ -112,13 +118,8 @@ class Decoder:
         channels, *free = map(int, inputs["latents"]["dims"])
         limits = self.config.limits
         frames = 3 if limits.makes_video else 1
-        sides = self._latent_sides(limits.default_height, limits.default_width, None)
+        sides = self._latent_sides(limits.default_height, limits.default_width)
         return [channels, *[frames] * (len(free) - 2), *sides]
 
-    def _latent_sides(self, height: int, width: int, num_frames: int | None) -> list[int]:
-        sides = [height // self._scale, width // self._scale]
-        if num_frames is None:
-            return sides
-        step = self.config.limits.num_frames_step or 1
-        more = (num_frames - int(self.config.parameters["frames"])) // step
-        return [int(self.config.parameters["latent_frames"]) + more, *sides]
+    def _latent_sides(self, height: int, width: int) -> list[int]:
+        return [height // self._scale, width // self._scale]
