@@ -39,7 +39,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(
         assert one.shape != other.shape or not torch.allclose(one, other, atol=0.01), "they must differ"
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.takes_image], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_check_at_load_passes(family: Family, saved: Callable[[Family], Path], tmp_path: Path) -> None:
     check = FourRequests(family, saved(family), Tombstones(tmp_path)).check()
     assert check.joined
