@@ -18,7 +18,7 @@ from diffusers import (
     DiTTransformer2DModel,
     StableDiffusionPipeline,
 )
-from diffusion_backend import conditioning, loading, seams
+from diffusion_backend import conditioning, loading, seams, values
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.loading import Stage
 from diffusion_backend.model_config import read_model_config
@@ -32,7 +32,6 @@ from tests.families.family import Family
 from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
 from tests.families.wan import wan21, wan21_image
-from tests.test_repository import skeleton
 
 # Those that are served as what they are.
 SERVED = [family for family in FAMILIES if family.task != "image-to-image"]
@@ -71,6 +70,13 @@ EXPECTED = {
     "CogVideoX": (32, 32, 16, 4, 9, 1, 17, 8, 16),
     "Mochi 1": (32, 32, 16, 4, 7, 1, 13, 6, 16),
 }
+
+
+def skeleton(value: object) -> object:
+    """With tensors replaced by shape and dtype."""
+    return values.to_skeleton(value, lambda tensor: [*tensor.shape, str(tensor.dtype)])
+
+
 AddedFamily = Callable[[Family], Added]
 
 
