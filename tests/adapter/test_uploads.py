@@ -232,22 +232,21 @@ def test_random_damage_is_refused_or_survived(make: Callable[[], bytes]) -> None
 def test_memory_is_bounded_by_pixels() -> None:
     """A header of 400 MP takes nothing, and the largest picture that is allowed some 12 bytes a pixel."""
     script = """if True:
-        import io, resource, sys
         from PIL import Image
+        from peak_memory import peak_memory
         from openai_adapter.uploads import to_png
         from diffusion_backend.errors import DiffusionError
         from test_uploads import REFUSED, save
-        def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         data = save(Image.new("P", (4000, 4000)), "PNG", transparency=0)
-        start = peak()
+        start = peak_memory()
         for name in ("png of 20000x20000", "png of 2^31 - 1 squared"):
             try:
                 to_png(REFUSED[name][0], "image", 16_000_000)
             except DiffusionError:
                 pass
-        refused = peak()
+        refused = peak_memory()
         to_png(data, "image", 16_000_000)
-        print(refused - start, peak() - start)
+        print(refused - start, peak_memory() - start)
     """
     done = subprocess.run(
         [sys.executable, "-c", script],
