@@ -1,7 +1,6 @@
 """Stored bytes as HTTP serves them: whole or in part, again only if they changed (RFC 9110).
 
-Starlette's ``FileResponse`` does this for files of this machine alone, and no part of it can be used by itself. Beyond
-what it does, this serves any store, streams what it reads, and answers malformed ranges as the RFC says: with the whole.
+Starlette's ``FileResponse`` serves files of this machine alone, and no part of it can be used by itself.
 """
 
 from __future__ import annotations
@@ -71,13 +70,14 @@ async def serve_bytes(
     return StreamingResponse(_stream(read, first, start, end), status, common, media_type)
 
 
-async def _stream(read: Reader, chunk: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+async def _stream(read: Reader, first: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+    chunk: bytes | None = first
     while chunk:
         yield chunk
         start += len(chunk)
         if start >= end:
             return
-        chunk = await asyncio.to_thread(read, start, min(end, start + CHUNK_BYTES)) or b""
+        chunk = await asyncio.to_thread(read, start, min(end, start + CHUNK_BYTES))
     if start < end:
         # The client must not take a part for the whole: this closes the connection before its length is reached.
         raise EOFError(f"a file ended at {start} instead of {end} while it was sent")
