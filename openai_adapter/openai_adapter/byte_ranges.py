@@ -60,13 +60,14 @@ async def serve_bytes(
     common["Content-Length"] = str(end - start)
     if part is not None:
         common["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    is_head = request.method == "HEAD"
     # Nothing is sent before there is something to send: afterwards it would be too late for a 404.
-    first = await asyncio.to_thread(read, start, min(end, start + CHUNK_BYTES))
+    first = await asyncio.to_thread(read, start, min(end, start + (1 if is_head else CHUNK_BYTES)))
     if first is None:
         raise ApiError(404, "the file is gone", code="not_found")
+    if is_head:
+        return Response(headers=common, media_type=media_type)
     status = 200 if part is None else 206
-    if request.method == "HEAD":
-        return Response(status_code=status, headers=common, media_type=media_type)
     return StreamingResponse(_stream(read, first, start, end), status, common, media_type)
 
 

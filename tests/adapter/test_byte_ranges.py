@@ -232,6 +232,12 @@ def test_large_files_are_read_in_pieces_in_other_threads() -> None:
     assert threading.get_ident() not in store.threads
 
 
+def test_head_reads_one_byte() -> None:
+    store = Store(DATA)
+    assert send(serve(store, 100), "HEAD", "/file").headers["content-length"] == "100"
+    assert store.reads == [(0, 1)]
+
+
 def test_a_range_reads_no_more_than_it_sends() -> None:
     store = Store(bytes(10 * CHUNK_BYTES))
     send(serve(store, 10 * CHUNK_BYTES), "GET", "/file", headers={"range": "bytes=5000000-5000009"})
