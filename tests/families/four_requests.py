@@ -36,7 +36,10 @@ class Batches(EngineEvents):
 class FourRequests:
     """Four different requests of a family, recorded by its encode stage, to be run by its denoise stage."""
 
-    def __init__(self, family: Family, folder: Path, tombstones: Tombstones) -> None:
+    def __init__(
+        self, family: Family, folder: Path, tombstones: Tombstones, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.name = f"{family.name}, {dtype}"
         pipeline = loading.open_pipeline(str(folder))
         self._tombstones = tombstones
         self._family, self._limits = family, limits_of(family, folder)
@@ -45,7 +48,7 @@ class FourRequests:
                 pipeline,
                 stage,
                 device=CPU,
-                dtype=torch.float32,
+                dtype=dtype,
                 methods=seams.STAND_IN_METHODS,
                 takes_image=family.takes_image,
             )[0]
