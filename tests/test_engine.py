@@ -132,14 +132,26 @@ def test_a_newcomer_joins_at_the_next_step(bench: Bench) -> None:
 
 
 def test_what_cannot_be_joined_takes_turns(bench: Bench) -> None:
-    bench.submit_at_once({"small": bench.work(10, 3), "wide": bench.work(20, 2, size=2)})
-    bench.submit("scaled", bench.work(30, 1, scale=5))
+    jobs = {"small": bench.work(10, 3), "wide": bench.work(20, 2, size=2), "scaled": bench.work(30, 1, scale=5)}
+    bench.submit_at_once(jobs)
     bench.engine.close()
-    assert [batch[0] for batch in bench.model.batches] in (
-        [10, 20, 11, 21, 12, 30],
-        [10, 20, 30, 11, 21, 12],
-        [10, 20, 11, 30, 21, 12],
-    )
+    assert [batch[0] for batch in bench.model.batches] == [10, 20, 30, 11, 21, 12]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_newcomer_that_joins_none_has_its_turn_within_a_round(bench: Bench, step: int) -> None:
+    def come_once() -> None:
+        if len(bench.model.batches) == step:
+            bench.submit("scaled", bench.work(100, 1, scale=5))
+
+    bench.model.before = come_once
+    bench.submit_at_once({"small": bench.work(10, 9), "wide": bench.work(30, 9, size=2)})
+    while len(bench.ends) < 3:
+        time.sleep(0.001)
+    turns = [batch[0] for batch in bench.model.batches]
+    assert step < turns.index(100) <= step + 3
+    assert [turn for turn in turns if turn < 30] == list(range(10, 19))
+    assert [turn for turn in turns if 30 <= turn < 100] == list(range(30, 39))
 
 
 def test_the_cap_is_in_rows_of_the_default_size(bench: Bench) -> None:
