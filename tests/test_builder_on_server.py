@@ -70,6 +70,8 @@ def test_plain_infer_over_grpc(triton: TritonServer) -> None:
         with pytest.raises(triton_grpc.InferenceServerException) as caught:
             client.infer("unary", [bytes_input("prompt", PROMPT)], parameters={"seed": -1})
         assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        with pytest.raises(triton_grpc.InferenceServerException, match="'progress' is true; allowed: false"):
+            client.infer("unary", [bytes_input("prompt", PROMPT)], parameters={"progress": True})
 
 
 def test_plain_infer_over_http(triton: TritonServer) -> None:

@@ -28,6 +28,8 @@ def work(index: int, tier: Tier = Tier.FAST, side: int = 64, **decode_arguments:
         num_inference_steps=1,
         step=1,
         is_final=True,
+        num_frames=None,
+        fps=None,
         decode_arguments=decode_arguments,
         timings={},
     )
@@ -67,7 +69,7 @@ def test_a_failure_in_a_batch_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model = TritonPythonModel()
     monkeypatch.setattr(model, "_decode", decode)
-    monkeypatch.setattr(model, "_check_latents", lambda *_: None)
+    monkeypatch.setattr(model, "_decoder", SimpleNamespace(check_latents=lambda *_: None), raising=False)
     first, second, third = model._answer([work(0), work(1), work(2)])
     assert (first, third) == ("picture 0", "picture 2")
     assert "these are bad" in second

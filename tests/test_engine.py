@@ -132,7 +132,11 @@ def test_a_newcomer_joins_at_the_next_step(bench: Bench) -> None:
 
 
 def test_what_cannot_be_joined_takes_turns(bench: Bench) -> None:
-    jobs = {"small": bench.work(10, 3), "wide": bench.work(20, 2, size=2), "scaled": bench.work(30, 1, scale=5)}
+    jobs = {
+        "small": bench.work(10, 3),
+        "wide": bench.work(20, 2, size=2),
+        "scaled": bench.work(30, 1, scale=5),
+    }
     bench.submit_at_once(jobs)
     bench.engine.close()
     assert [batch[0] for batch in bench.model.batches] == [10, 20, 30, 11, 21, 12]

@@ -209,3 +209,55 @@ def test_an_error_survives_triton() -> None:
 def test_show_is_short_and_printable() -> None:
     assert len(show("a" * 1000)) < 100
     show("\ud800").encode()
+
+
+@pytest.fixture(scope="module")
+def video(limits: ModelLimits) -> ModelLimits:
+    """A model like Wan: clips of 1, 5, 9, ... frames."""
+    fields = {
+        "task": "text-to-video",
+        "frames_argument": "num_frames",
+        "default_num_frames": 81,
+        "min_num_frames": 1,
+        "max_num_frames": 161,
+        "num_frames_step": 4,
+        "default_fps": 16,
+    }
+    return ModelLimits.model_validate({**limits.model_dump(), **fields})
+
+
+def test_frames_of_a_clip(video: ModelLimits) -> None:
+    settings = resolve(video, "a fox", None, {})
+    assert (settings.num_frames, settings.fps, settings.progress) == (81, 16, False)
+    assert resolve(video, "a fox", None, {"num_frames": 161, "fps": 120}).num_frames == 161
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"num_frames": 80}, r"'num_frames' is 80; allowed: 1, 5, 9, \.\.\. 161 \(in steps of 4\)"),
+        ({"num_frames": 165}, "'num_frames' is 165; allowed: 1, 5, 9"),
+        ({"num_frames": 5.0}, r"'num_frames' is 5\.0"),
+        ({"num_frames": 10**30}, "'num_frames' is 1000"),
+        ({"fps": 121}, "'fps' is 121; allowed: integers from 1 to 120"),
+        ({"partial_images": 1}, "'partial_images' is 1; allowed: 0, since this model makes video"),
+        ({"trajectory": True}, "'trajectory' is true; allowed: false, since this model makes video"),
+        ({"progress": 1}, "'progress' is 1; allowed: true, false"),
+    ],
+)
+def test_refused_of_a_clip(video: ModelLimits, parameters: dict[str, object], words: str) -> None:
+    with pytest.raises(DiffusionError, match=words) as caught:
+        resolve(video, "a fox", None, parameters)
+    assert caught.value.param == next(iter(parameters))
+
+
+@pytest.mark.parametrize("name", ["num_frames", "fps"])
+def test_pictures_have_no_frames(limits: ModelLimits, name: str) -> None:
+    with pytest.raises(DiffusionError, match=f"'{name}' is 5; this model makes pictures, not video"):
+        resolve(limits, "a fox", None, {name: 5})
+
+
+def test_a_model_of_video_without_limits_of_frames(video: ModelLimits) -> None:
+    fields = video.model_dump(exclude={"num_frames_step"})
+    with pytest.raises(ValueError, match="'num_frames_step'"):
+        parse_limits(fields)

@@ -151,6 +151,8 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
+    if limits.makes_video or limits.takes_image:
+        raise invalid("model", f"'model' is one for {limits.task}; allowed here: one for text-to-image")
     width, height = settings.parse_size(request.size, limits)
     resolved = settings.resolve(
         limits,

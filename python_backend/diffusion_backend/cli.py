@@ -13,6 +13,7 @@ from diffusion_backend.errors import DiffusionError
 if TYPE_CHECKING:
     from diffusion_backend.file_changes import Change
     from diffusion_backend.loading import PipelineFolder
+    from diffusion_backend.settings import ModelLimits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,10 +157,14 @@ def _list(args: argparse.Namespace) -> int:
         revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
-            f"{limits.default_width}x{limits.default_height} {limits.default_num_inference_steps} steps, "
-            f"from {limits.source}{revision}"
+            f"{limits.default_width}x{limits.default_height}{_frames(limits)} "
+            f"{limits.default_num_inference_steps} steps, from {limits.source}{revision}"
         )
     return 1 if any(isinstance(limits, str) for limits in models.values()) else 0
+
+
+def _frames(limits: ModelLimits) -> str:
+    return f" {limits.default_num_frames} frames at {limits.default_fps} fps," if limits.makes_video else ""
 
 
 def _remove(args: argparse.Namespace) -> int:

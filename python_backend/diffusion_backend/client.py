@@ -1,9 +1,11 @@
-"""A small client for direct users, sync and asyncio: one call, one picture.
+"""A small client for direct users, sync and asyncio: one call, one picture or clip.
 
     with DiffusionClient("127.0.0.1:8001") as client:
         generation = client.generate("emoji-flux", "a fox on a blue background", seed=1)
         generation.images   # uint8 [H, W, 3]
         generation.info     # {"seed": 1, "decode_path": ...}
+        clip = client.generate("wan", "a fox runs", image=Path("fox.png").read_bytes(), num_frames=33)
+        clip.frames         # uint8 [33, H, W, 3]
 
 The ensemble is decoupled inside, so it is called through a gRPC stream; each generation has a stream of its own,
 read to its end. A cancel goes the same way, to the denoise stage: Triton tells a running ensemble of none.
@@ -18,7 +20,7 @@ import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -51,6 +53,7 @@ ADMIN_KEY_METADATA = f"triton-grpc-protocol-{ADMIN_KEY_HEADER}"
 # Errors of Triton's own come without a status: a few are told by their words.
 _TRITON_ERRORS = {
     "unknown model": Status.INVALID_ARG,
+    "unexpected inference input": Status.INVALID_ARG,
     "is not found": Status.INVALID_ARG,
     "not ready": Status.UNAVAILABLE,
     "unavailable": Status.UNAVAILABLE,
@@ -70,12 +73,27 @@ _PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", float: "double_para
 _DRAIN_SECONDS = 30.0  # that a cancelled request gets to end
 
 
+_NO_IMAGE = np.zeros((0, 0, 3), np.uint8)
+_NO_FRAMES = np.zeros((0, 0, 0, 3), np.uint8)
+
+
 @dataclass(frozen=True)
 class Generation:
-    """One picture: ``images`` is uint8 [H, W, 3], ``info`` what the server says of it (seed, decode path, ...)."""
+    """What one answer brings: a picture, frames of a clip, or word of a step that is reached.
+
+    ``images`` is a picture, uint8 [H, W, 3]; of a model that makes video it is empty, [0, 0, 3]. ``frames`` are those
+    of a clip, uint8 [F, H, W, 3]; of other models empty, [0, 0, 0, 3]. Both are empty where ``is_progress``. ``info``
+    is what the server says of it (seed, step, decode path, ...).
+    """
 
     images: npt.NDArray[np.uint8]
     info: dict[str, Any]
+    frames: npt.NDArray[np.uint8] = field(default_factory=_NO_FRAMES.copy)
+
+    @property
+    def is_progress(self) -> bool:
+        """Whether it tells of a step (``info["step"]``), and nothing more."""
+        return not self.images.size and not self.frames.size
 
 
 def denoise_model(model: str) -> str:
@@ -90,12 +108,12 @@ def vae_decode_model(model: str) -> str:
 
 def infer_request(
     model: str,
-    inputs: Mapping[str, str],
+    inputs: Mapping[str, str | bytes],
     request_id: str,
     parameters: Mapping[str, Any] | None = None,
     timeout: float | None = None,
 ) -> service_pb2.ModelInferRequest:
-    """A request whose inputs are texts, and which is answered with an explicit end; ``timeout`` in seconds.
+    """A request whose inputs are texts and files, and which is answered with an explicit end; ``timeout`` in seconds.
 
     https://github.com/kserve/kserve/blob/master/docs/predict-api/v2/required_api.md (GRPC)
 
@@ -103,8 +121,8 @@ def infer_request(
         DiffusionError: a parameter is of a type that Triton has none for.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    for name, text in inputs.items():
-        data = text.encode()
+    for name, value in inputs.items():
+        data = value.encode() if isinstance(value, str) else value
         request.inputs.add(name=name, datatype="BYTES", shape=[1])
         request.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -122,7 +140,36 @@ def infer_request(
 
 def to_generation(result: triton_grpc.InferResult) -> Generation:
     """Read the ensemble's output tensors."""
-    return Generation(result.as_numpy("images"), json.loads(result.as_numpy("info")[0]))
+    images, frames = (result.as_numpy(name) for name in ("images", "frames"))
+    return Generation(
+        _NO_IMAGE if images is None else images,
+        json.loads(result.as_numpy("info")[0]),
+        _NO_FRAMES if frames is None else frames,
+    )
+
+
+class _Clip:
+    """The slices of a clip as they come, put into one array."""
+
+    def __init__(self, first: Generation) -> None:
+        self.frames = np.empty((first.info["num_frames"], *first.frames.shape[1:]), np.uint8)
+        self._count = 0
+
+    def add(self, part: Generation) -> None:
+        """The next slice.
+
+        Raises:
+            DiffusionError: INTERNAL, it is not the next one.
+        """
+        start, stop = part.info["frame_index"], part.info["frame_index"] + len(part.frames)
+        is_last = stop == len(self.frames)
+        if start != self._count or stop > len(self.frames) or is_last != part.info["is_final"]:
+            raise DiffusionError(
+                f"the server sent frames {start} to {stop} of {len(self.frames)} after {self._count} of them",
+                code="slices_out_of_order",
+            )
+        self.frames[start:stop] = part.frames
+        self._count = stop
 
 
 def to_error(error: Exception) -> DiffusionError:
@@ -278,17 +325,27 @@ class AsyncDiffusionClient:
             raise to_error(error) from error
 
     async def generate(self, model: str, prompt: str, **request: Any) -> Generation:
-        """One picture; the arguments are those of ``stream``. Being cancelled cancels the request on the server, too.
+        """One picture or a whole clip; the arguments are those of ``stream``.
+
+        Being cancelled cancels the request on the server, too. The ``info`` of a clip is that of its last slice, with a
+        ``frame_index`` of 0: ``frames`` [num_frames, H, W, 3] are all of them.
 
         Raises:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
         final: Generation | None = None
+        clip: _Clip | None = None
         async with aclosing(self.stream(model, prompt, **request)) as generations:
             async for generation in generations:
+                if generation.frames.size:
+                    clip = clip or _Clip(generation)
+                    clip.add(generation)
                 if generation.info["is_final"]:
                     final = generation
-        return require_final(final)
+        final = require_final(final)
+        if clip is None:
+            return final
+        return Generation(final.images, {**final.info, "frame_index": 0}, clip.frames)
 
     async def stream(
         self,
@@ -296,20 +353,28 @@ class AsyncDiffusionClient:
         prompt: str,
         *,
         negative_prompt: str | None = None,
+        image: bytes | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
         **parameters: Any,
     ) -> AsyncGenerator[Generation, None]:
-        """The pictures of one request as they come: its previews (``partial_images``), then the finished one.
+        """What is answered to one request as it comes.
 
-        ``parameters`` are the request's settings (``diffusion_backend.settings``). To stop reading (``aclose``)
-        cancels the request. ``timeout`` is in seconds; the server ends the request after it, too.
+        Of a picture: its previews (``partial_images``), then the finished one. Of a clip: slices of some frames each,
+        in order; ``info`` has the ``frame_index`` of a slice's first frame, ``num_frames`` and ``fps``, and of the last
+        one ``is_final``. Before either, with ``progress`` true, answers that tell of a step and nothing more.
+
+        ``image`` is a PNG, JPEG or WebP file, for models that take one. ``parameters`` are the request's settings
+        (``diffusion_backend.settings``). To stop reading (``aclose``) cancels the request. ``timeout`` is in seconds;
+        the server ends the request after it, too.
 
         Raises:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
         request_id = request_id or str(uuid.uuid4())
-        inputs = {"prompt": prompt}
+        inputs: dict[str, str | bytes] = {"prompt": prompt}
+        if image is not None:
+            inputs["image"] = image
         if negative_prompt is not None:
             inputs["negative_prompt"] = negative_prompt
         request = infer_request(model, inputs, request_id, parameters, timeout)
@@ -400,7 +465,7 @@ class DiffusionClient:
         return self._run(self._client.limits(model))
 
     def generate(self, model: str, prompt: str, **request: Any) -> Generation:
-        """One picture; the arguments are those of ``AsyncDiffusionClient.stream``.
+        """One picture or a whole clip, as ``AsyncDiffusionClient.generate``.
 
         Raises:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
@@ -408,7 +473,7 @@ class DiffusionClient:
         return self._run(self._client.generate(model, prompt, **request))
 
     def stream(self, model: str, prompt: str, **request: Any) -> Iterator[Generation]:
-        """The previews of one request, then its picture, as ``AsyncDiffusionClient.stream``."""
+        """What is answered to one request as it comes, as ``AsyncDiffusionClient.stream``."""
         generations = self._client.stream(model, prompt, **request)
         try:
             while (generation := self._run(_next(generations))) is not None:

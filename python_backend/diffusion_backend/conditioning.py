@@ -1,7 +1,8 @@
 """``conditioning``: everything the denoise stage needs of one request, as one safetensors blob.
 
-The tensors (any dtype, bfloat16 too) are what the encoders returned; the header's metadata holds the JSON skeleton
-that puts them back into the calls they came from, and the request's resolved settings. No pickle: the blob may
+The tensors (any dtype, bfloat16 too) are what the encoders returned, and the pixels of the request's images; the
+header's metadata holds the JSON skeleton that puts them back into where they came from, and the request's resolved
+settings. No pickle: the blob may
 come from a direct client.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data).
@@ -12,17 +13,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diffusion_backend.errors import invalid
 from diffusion_backend.values import MALFORMED, from_skeleton, to_skeleton
 
-FORMAT = 1
+FORMAT = 2
 METADATA = "conditioning"
 MAX_ROWS = 64
 DTYPES = ("float32", "float16", "bfloat16")
@@ -41,7 +43,8 @@ class Conditioning:
     """The recorded calls of one request in call order, its settings, and the seconds encoding took.
 
     ``rows`` is 1 but for warmup: so many copies of the request are run, and answered once. ``dtype`` is set where the
-    encoders did not compute in the dtype their weights are stored in (on a CPU, in dry runs): "float32".
+    encoders did not compute in the dtype their weights are stored in (on a CPU, in dry runs): "float32". ``images``
+    are the call's arguments that are no settings: denoise runs the pipeline's ``__call__`` with them, too.
     """
 
     calls: list[Call]
@@ -49,6 +52,7 @@ class Conditioning:
     encode_seconds: float
     rows: int = 1
     dtype: str | None = None
+    images: Mapping[str, Image.Image] = field(default_factory=dict)
 
 
 def pack(conditioning: Conditioning) -> bytes:
@@ -65,6 +69,7 @@ def pack(conditioning: Conditioning) -> bytes:
     header = {
         "format": FORMAT,
         "calls": calls,
+        "images": {name: to_skeleton(image, store) for name, image in conditioning.images.items()},
         "settings": dict(conditioning.settings),
         "encode_seconds": conditioning.encode_seconds,
         "rows": conditioning.rows,
@@ -89,6 +94,12 @@ def unpack(blob: bytes) -> Conditioning:
             Call(str(name), from_skeleton(skeleton, tensors.__getitem__))
             for name, skeleton in header["calls"]
         ]
+        images = {
+            str(name): from_skeleton(skeleton, tensors.__getitem__)
+            for name, skeleton in header["images"].items()
+        }
+        if not all(isinstance(image, Image.Image) for image in images.values()):
+            raise ValueError("its images are none")
         rows = header["rows"]
         if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"its rows are {rows!r}, not 1 to {MAX_ROWS}")
@@ -98,7 +109,7 @@ def unpack(blob: bytes) -> Conditioning:
         seconds = float(header["encode_seconds"])
         if not 0 <= seconds < math.inf:
             raise ValueError(f"its encode_seconds are {seconds}, not a time")
-        return Conditioning(calls, dict(header["settings"]), seconds, rows, dtype)
+        return Conditioning(calls, dict(header["settings"]), seconds, rows, dtype, images)
     except (SafetensorError, *MALFORMED) as error:
         raise invalid("conditioning", f"'conditioning' is not the encode stage's output: {error}") from None
 

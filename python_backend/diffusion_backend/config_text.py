@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from diffusion_backend.clips import MAX_SLICE_BYTES
 from diffusion_backend.settings import ModelLimits
 from diffusion_backend.stage_names import Stage, stage_model
 from diffusion_backend.warmup import Sample, WarmupInput
@@ -30,9 +31,10 @@ _DESCRIBE_NOTE = (
 
 def ensemble(name: str, limits: ModelLimits) -> str:
     """The ensemble ``name``: its parameters are the model's limits and defaults."""
-    negative_input = _input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True)
-    negative_map = '\n      input_map { key: "negative_prompt" value: "negative_prompt" }'
-    takes_negative = limits.takes_negative_prompt
+    inputs = _request_inputs(limits)
+    newline = ",\n"
+    maps = "\n".join(f'      input_map {{ key: "{given}" value: "{given}" }}' for given in inputs)
+    made, dims = _made(limits)
     return f"""\
 # {name}: {limits.pipeline_class}, {limits.task}. Written by `triton-diffusion add`.
 # The parameters are the model's limits and defaults; every stage and the adapter read them here.
@@ -41,11 +43,10 @@ platform: "ensemble"
 max_batch_size: 0
 
 input [
-{_input("prompt", "TYPE_STRING", "[ 1 ]")}{"," if takes_negative else ""}
-{negative_input if takes_negative else ""}
+{newline.join(_input(given, "TYPE_STRING", of, optional=given != "prompt") for given, of in inputs.items())}
 ]
 output [
-  {{ name: "images" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }},
+  {{ name: "{made}" data_type: TYPE_UINT8 dims: {dims} }},
   {{ name: "info" data_type: TYPE_STRING dims: [ 1 ] }}
 ]
 
@@ -54,7 +55,7 @@ ensemble_scheduling {{
     {{
       model_name: "{stage_model(name, Stage.ENCODE)}"
       model_version: -1
-      input_map {{ key: "prompt" value: "prompt" }}{negative_map if takes_negative else ""}
+{maps}
       output_map {{ key: "conditioning" value: "conditioning" }}
     }},
     {{
@@ -69,7 +70,7 @@ ensemble_scheduling {{
       model_version: -1
       input_map {{ key: "latents" value: "latents" }}
       input_map {{ key: "settings" value: "settings" }}
-      output_map {{ key: "images" value: "images" }}
+      output_map {{ key: "{made}" value: "{made}" }}
       output_map {{ key: "info" value: "info" }}
     }}
   ]
@@ -77,6 +78,20 @@ ensemble_scheduling {{
 
 {_parameters(_limits_parameters(limits))}
 """
+
+
+def _request_inputs(limits: ModelLimits) -> dict[str, str]:
+    """The tensors of a request, and their dims: what the model takes of prompts and image files."""
+    return {
+        "prompt": "[ 1 ]",
+        **({"negative_prompt": "[ 1 ]"} if limits.takes_negative_prompt else {}),
+        **({"image": "[ -1 ]"} if limits.takes_image else {}),
+    }
+
+
+def _made(limits: ModelLimits) -> tuple[str, str]:
+    """The tensor that comes out, and its dims."""
+    return ("frames", "[ -1, -1, -1, 3 ]") if limits.makes_video else ("images", "[ -1, -1, 3 ]")
 
 
 @dataclass(frozen=True)
@@ -93,13 +108,14 @@ class Instances:
 
 def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sample]) -> str:
     """The encode stage of ``name``."""
-    inputs = [_input("prompt", "TYPE_STRING", "[ 1 ]", optional=True)]
-    if limits.takes_negative_prompt:
-        inputs.append(_input("negative_prompt", "TYPE_STRING", "[ 1 ]", optional=True))
+    inputs = [
+        _input(given, "TYPE_STRING", dims, optional=True) for given, dims in _request_inputs(limits).items()
+    ]
+    images, files = (" and image", ", image files") if limits.takes_image else ("", "")
     return _stage(
         name,
         Stage.ENCODE,
-        "Runs the text encoders. Prompts and request parameters in, one safetensors blob out.",
+        f"Runs the text{images} encoders. Prompts{files} and request parameters in, one safetensors blob out.",
         f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ }}",
         inputs,
         ['  { name: "conditioning" data_type: TYPE_UINT8 dims: [ -1 ] }'],
@@ -149,34 +165,45 @@ def denoise(
 
 
 def vae_decode(
-    name: str, latents_shape: tuple[int, ...], vae_scale_factor: int, kind: str, warmup: list[Sample]
+    name: str, limits: ModelLimits, latents_shape: tuple[int, ...], kind: str, warmup: list[Sample]
 ) -> str:
     """The VAE decode stage of ``name``, one instance on each device.
 
     Where there are several, ``preserve_ordering`` keeps a preview from being overtaken by the picture.
-    ``vae_scale_factor`` is how many pixels wide a latent is.
     """
     dims = ", ".join([str(latents_shape[0]), *["-1"] * (len(latents_shape) - 1)])
+    made, made_dims = _made(limits)
+    if limits.makes_video:
+        about = (
+            "Decodes latents to raw clips, each sent in slices of at most max_slice_bytes, or of one frame."
+        )
+        policy = "max_batch_size: 0\nmodel_transaction_policy { decoupled: true }"
+        own = {"max_slice_bytes": str(MAX_SLICE_BYTES)}
+    else:
+        about = "Decodes latents to raw pictures."
+        policy = f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}"
+        own = {"max_gpu_batch_rows": str(MAX_DECODE_ROWS)}
     return _stage(
         name,
         Stage.VAE_DECODE,
-        "Decodes latents to raw pictures.",
-        f"max_batch_size: {MAX_BATCH_SIZE}\ndynamic_batching {{ preserve_ordering: true }}",
+        about,
+        policy,
         [
-            _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=True),
+            _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=not limits.makes_video),
             _input("settings", "TYPE_STRING", "[ 1 ]", optional=True),
         ],
         [
-            '  { name: "images" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }',
+            f'  {{ name: "{made}" data_type: TYPE_UINT8 dims: {made_dims} }}',
             '  { name: "info" data_type: TYPE_STRING dims: [ 1 ] }',
         ],
         Instances(1, kind),
         warmup,
         {
             "ensemble": name,
-            "vae_scale_factor": str(vae_scale_factor),
+            # How many pixels wide a latent is.
+            "vae_scale_factor": str(limits.default_width // latents_shape[-1]),
             "fast_path_min_psnr_db": f"{FAST_PATH_MIN_PSNR_DB:g}",
-            "max_gpu_batch_rows": str(MAX_DECODE_ROWS),
+            **own,
         },
     )
 

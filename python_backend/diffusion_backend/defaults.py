@@ -10,7 +10,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 
 from diffusion_backend import oddities, seams
-from diffusion_backend.dry_runs import DryRuns
+from diffusion_backend.dry_runs import Decoded, DryRuns
 from diffusion_backend.errors import show, unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.quality import Tier
@@ -27,11 +27,19 @@ RESERVED = (
     "output_type",
     "return_dict",
     "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "image",
     "latents",
     "sigmas",
     "timesteps",
 )
 SIZE_MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
+FRAMES_ARGUMENTS = ("num_frames", "frames")
+FPS_ARGUMENTS = ("frame_rate", "fps")
+DEFAULT_FPS = 16
+MAX_FRAMES_STEP = 32
+STEPS = 2  # of a dry run: some schedules cannot be made of one
+_SOME_SIDE = 512  # of an image for a pipeline that chooses its size itself
 
 
 def derive_limits(
@@ -54,7 +62,10 @@ def derive_limits(
     if "true_cfg_scale" in call and argument == "guidance_scale":
         negative = None  # only true_cfg_scale would make it count, and that stays 1
     prompt = given.pop("prompt", DEFAULT_PROMPT)
-    width, height = given.pop("width", None), given.pop("height", None)
+    makes_video = seams.makes_video(runs.encode)
+    # Where the signature has none either, the pipeline takes its size from its models.
+    width, height = (given.pop(side, _default(call, side)) for side in ("width", "height"))
+    video = _video_fields(call, given) if makes_video else {}
     unknown = sorted(set(given) - set(call))
     if unknown:
         raise unusable(f"{GENERATION_CONFIG} has {unknown}, which the pipeline does not take")
@@ -62,7 +73,7 @@ def derive_limits(
         "source": source,
         "source_revision": pipeline.source_revision,
         "pipeline_class": pipeline.pipeline_class.__name__,
-        "task": "text-to-image",
+        "task": "text-to-video" if makes_video else "text-to-image",
         "created": created,
         "dtype": dtype,
         "default_quality": default_quality,
@@ -72,40 +83,67 @@ def derive_limits(
         "guidance_argument": argument,
         "default_guidance_scale": None if argument is None else scale,
         "default_negative_prompt": negative,
+        **video,
         "call_arguments": given,
     }
-    sizes = _SizeProbe(runs, fields)
-    try:
-        width, height = sizes.picture(width, height)
-    except Exception as error:
-        if "image" in call:  # some pipelines do without one; this one does not
-            raise unusable(f"it takes an image, which is not served yet ({error})") from error
-        raise
+    probe = _probe(runs, fields, call, (width, height))
     return ModelLimits(
-        **fields,
-        default_width=width,
-        default_height=height,
-        size_multiple=sizes.multiple(width, height),
-        max_width=2 * width,
-        max_height=2 * height,
+        **{**probe.fields, **probe.frames()},
+        default_width=probe.width,
+        default_height=probe.height,
+        size_multiple=probe.multiple(),
+        max_width=2 * probe.width,
+        max_height=2 * probe.height,
     )
 
 
 def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
     """Why pipelines of this class are not served, or None; ``pipe`` is one, with or without weights."""
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    if seams.makes_video(pipe):
-        return "it makes video, which is not served yet"
-    if "image" in call and call["image"].default is inspect.Parameter.empty:
+    if _is_required("image", call) and not seams.makes_video(pipe):
         return "it takes an image, which is not served yet"
     missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]
+    if seams.makes_video(pipe) and _frames_argument(call) is None:
+        missing.append("num_frames")
     if missing:
         return f"it takes no {' and no '.join(missing)}"
     return None
 
 
+def _is_required(name: str, call: Any) -> bool:
+    return name in call and call[name].default is inspect.Parameter.empty
+
+
+def _default(call: Any, name: str) -> int | None:
+    """A number that the pipeline's signature has for an argument."""
+    default = call[name].default
+    return int(default) if isinstance(default, int | float) else None
+
+
+def _frames_argument(call: Any) -> str | None:
+    """The call argument that a request's ``num_frames`` means."""
+    return next((name for name in FRAMES_ARGUMENTS if name in call), None)
+
+
+def _video_fields(call: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """How many frames, and how many a second; what says so is taken out of ``given``."""
+    frames = _frames_argument(call)
+    # Some models make other clips of other rates; for the others it is only what players are told.
+    rate = next((name for name in FPS_ARGUMENTS if name in call), None)
+    assert frames is not None
+    default_rate = (_default(call, rate) if rate else None) or DEFAULT_FPS
+    in_file = given.pop("num_frames", None)
+    fps = given.pop("fps", None)
+    return {
+        "frames_argument": frames,
+        "default_num_frames": given.pop(frames, in_file) or _default(call, frames),
+        "fps_argument": rate,
+        "default_fps": fps or (given.pop(rate, default_rate) if rate else default_rate),
+    }
+
+
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """A model's own serving defaults: call arguments of its pipeline, and the prompt to warm up with."""
+    """A model's own serving defaults: call arguments of its pipeline, the prompt to warm up with, and ``fps``."""
     path = folder / GENERATION_CONFIG
     if not path.is_file():
         return {}
@@ -120,7 +158,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
         plain = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
         if key in RESERVED or key.endswith("_embeds") or not plain:
             raise unusable(f"{GENERATION_CONFIG} has {show(key)}: {show(value)}, which a default cannot be")
-    for key in ("width", "height", "num_inference_steps"):
+    for key in ("width", "height", "num_inference_steps", "fps", *FRAMES_ARGUMENTS):
         value = config.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIDE:
             raise unusable(
@@ -142,38 +180,92 @@ def guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
     return "guidance_scale" if "guidance_scale" in call else None
 
 
-class _SizeProbe:
-    """Finds out by dry runs which picture sizes a pipeline really makes."""
+def _probe(runs: DryRuns, fields: dict[str, Any], call: Any, size: tuple[int | None, int | None]) -> _Probe:
+    """A probe of a pipeline as it can be run: without an image, or else with one."""
+    if not _is_required("image", call):
+        try:
+            return _Probe(runs, fields, *size)
+        except Exception as error:
+            if "image" not in call:
+                raise
+            if "frames_argument" not in fields:  # some pipelines do without one; this one does not
+                raise unusable(f"it takes an image, which is not served yet ({error})") from error
+    runs.take_images()
+    return _Probe(runs, {**fields, "task": "image-to-video"}, *size)
 
-    def __init__(self, runs: DryRuns, fields: dict[str, Any]) -> None:
+
+class _Probe:
+    """Finds out by dry runs which sizes, and which numbers of frames, a pipeline really makes.
+
+    ``width`` and ``height`` are what comes out when these are asked for; None is the pipeline's own default.
+    """
+
+    def __init__(self, runs: DryRuns, fields: dict[str, Any], width: int | None, height: int | None) -> None:
         self._runs = runs
-        self._fields = fields
+        self.fields = fields
+        self._made = self._make(width, height, fields.get("default_num_frames"))
+        self.width, self.height = self._made.width, self._made.height
 
-    def picture(self, width: int | None, height: int | None) -> tuple[int, int]:
-        """The (width, height) that comes out when ``width`` and ``height`` are asked for; None is the default."""
+    def multiple(self) -> int:
+        """The smallest step by which both sides may grow and still come out as asked."""
+        for step in SIZE_MULTIPLES:
+            sides = (self.width + step, self.height + step)
+            if (
+                self.width % step == 0
+                and self.height % step == 0
+                and self._makes(*sides, self._made.num_frames)
+            ):
+                return step
+        raise unusable(f"it makes no picture of {self.width}x{self.height} or a little more")
+
+    def frames(self) -> dict[str, int]:
+        """The limits of ``num_frames``: the smallest step by which it may grow and still come out as asked."""
+        default = self._made.num_frames
+        if default is None:
+            return {}
+
+        def comes_out(count: int) -> bool:
+            return self._makes(self.width, self.height, count)
+
+        for step in range(1, MAX_FRAMES_STEP + 1):
+            # By two steps, too: some VAEs make a number now and then that is in no series.
+            if comes_out(default + step) and comes_out(default + 2 * step):
+                break
+        else:
+            raise unusable(f"it makes no clip of {default} frames or a few more")
+        low = default % step or step
+        while low < default and not comes_out(low):
+            low += step
+        return {
+            "default_num_frames": default,
+            "min_num_frames": low,
+            "max_num_frames": default + default // step * step,
+            "num_frames_step": step,
+        }
+
+    def _makes(self, width: int, height: int, num_frames: int | None) -> bool:
+        try:
+            return self._make(width, height, num_frames) == Decoded(width, height, num_frames)
+        except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
+            return False
+
+    def _make(self, width: int | None, height: int | None, num_frames: int | None) -> Decoded:
+        """What comes out when this is asked for; None is the pipeline's default."""
+        names = ("default_num_frames", "min_num_frames", "max_num_frames")
+        frames = {**dict.fromkeys(names, num_frames or 1), "num_frames_step": 1}
         limits = ModelLimits(
-            **self._fields,
+            **{**self.fields, **(frames if "frames_argument" in self.fields else {})},
             default_width=width or 1,
             default_height=height or 1,
             size_multiple=1,
             max_width=width or 1,
             max_height=height or 1,
         )
-        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": 1})
-        arguments = seams.call_arguments(self._runs.encode, limits, settings)
+        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": STEPS})
+        images = seams.blank_images(limits, width or _SOME_SIDE, height or _SOME_SIDE)
+        arguments = seams.call_arguments(self._runs.encode, limits, settings, images)
         if width is None or height is None:
             arguments = oddities.default_size(arguments)
-        return self._runs.picture_size(arguments)
-
-    def multiple(self, width: int, height: int) -> int:
-        """The smallest step by which both sides may grow and still come out as asked."""
-        for step in SIZE_MULTIPLES:
-            if width % step == 0 and height % step == 0 and self._makes(width + step, height + step):
-                return step
-        raise unusable(f"it makes no picture of {width}x{height} or a little more")
-
-    def _makes(self, width: int, height: int) -> bool:
-        try:
-            return self.picture(width, height) == (width, height)
-        except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
-            return False
+        if limits.frames_argument is not None:
+            arguments[limits.frames_argument] = num_frames
+        return self._runs.decode(arguments)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from diffusion_backend import conditioning, loading, seams
+from diffusion_backend.errors import unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.stage_names import Stage
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The size of a picture or clip, in pixels, and how many frames a clip has."""
+
+    width: int
+    height: int
+    num_frames: int | None
 
 
 class DryRuns:
@@ -18,8 +29,15 @@ class DryRuns:
     """
 
     def __init__(self, pipeline: PipelineFolder) -> None:
+        self._pipeline = pipeline
         self.encode, self._denoise, self._decode = (
             loading.load_dry(pipeline, stage, methods=seams.STAND_IN_METHODS) for stage in Stage
+        )
+
+    def take_images(self) -> None:
+        """From now on the encode stage encodes images, too."""
+        self.encode = loading.load_dry(
+            self._pipeline, Stage.ENCODE, methods=seams.STAND_IN_METHODS, takes_image=True
         )
 
     def record(self, arguments: dict[str, Any]) -> list[conditioning.Call]:
@@ -30,13 +48,16 @@ class DryRuns:
         """Zero latents of the right shape, by way of encode and denoise."""
         return seams.replay(self._denoise, self.record(arguments), _seeded(arguments), seed=0)
 
-    def picture_size(self, arguments: dict[str, Any]) -> tuple[int, int]:
-        """The (width, height) of the picture that comes out at the end."""
+    def decode(self, arguments: dict[str, Any]) -> Decoded:
+        """What comes out at the end."""
         denoised = self.denoise(arguments)
         vae = self._decode.vae
         decode_arguments = seams.read_decode_arguments(denoised.decode_arguments)
-        image = vae.decode(denoised.latents, return_dict=False, **decode_arguments)[0]
-        return image.shape[-1], image.shape[-2]
+        made = vae.decode(denoised.latents, return_dict=False, **decode_arguments)[0]
+        is_clip = seams.makes_video(self.encode)
+        if is_clip and (made.ndim != 5 or denoised.latents.ndim != 5):
+            raise unusable("its VAE decodes a clip frame by frame, which is not served")
+        return Decoded(made.shape[-1], made.shape[-2], made.shape[2] if is_clip else None)
 
 
 def _seeded(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -154,9 +154,8 @@ def load_stage(
     each component, the dtype that its weights are stored in. With
     ``takes_image`` the encode stage has the VAE too, to encode images.
     """
-    own = [component for component in pipeline.modules if component.stage == stage]
-    if takes_image and stage is Stage.ENCODE:
-        own += [component for component in pipeline.modules if component.stage is Stage.VAE_DECODE]
+    held = _stages_held(stage, takes_image)
+    own = [component for component in pipeline.modules if component.stage in held]
     dtypes = {
         component.name: dtype or stored_dtype(pipeline.folder / component.name)
         for component in pipeline.modules
@@ -208,20 +207,30 @@ def denoiser_dtype(pipe: DiffusionPipeline) -> torch.dtype:
 
 
 def load_dry(
-    pipeline: PipelineFolder, stage: Stage, *, methods: dict[Stage, dict[str, Method]]
+    pipeline: PipelineFolder,
+    stage: Stage,
+    *,
+    methods: dict[Stage, dict[str, Method]],
+    takes_image: bool = False,
 ) -> DiffusionPipeline:
     """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
+    own = _stages_held(stage, takes_image)
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
             pipeline.folder / component.name,
             device=torch.device("cpu"),
             dtype=torch.float32,
-            methods=dry_methods(component.cls) if component.stage == stage else methods[component.stage],
+            methods=dry_methods(component.cls) if component.stage in own else methods[component.stage],
         )
         for component in pipeline.modules
     }
     return _assemble(pipeline, {}, stand_ins)
+
+
+def _stages_held(stage: Stage, takes_image: bool) -> tuple[Stage, ...]:
+    """Whose components ``stage`` has: encode needs the VAE to encode images."""
+    return (stage, Stage.VAE_DECODE) if takes_image and stage is Stage.ENCODE else (stage,)
 
 
 def _assemble(

@@ -39,11 +39,13 @@ def run_with_previews(
     show: Callable[[int, Denoised], None],
     *,
     trajectory: bool = False,
+    prepare: Prepare | None = None,
 ) -> Denoised:
     """What ``run`` makes; on the way ``show(step, preview)`` is called after each of ``steps``.
 
     A preview that cannot be made is logged and left out: the picture does not depend on it. With ``trajectory`` they
-    are of the latents themselves, noise and all, not of their estimate, and none is left out.
+    are of the latents themselves, noise and all, not of their estimate, and none is left out. ``prepare`` gets the
+    private copy that makes the picture, not those of the previews.
     """
     last: Any = None
 
@@ -62,7 +64,12 @@ def run_with_previews(
                 raise
             logger.exception("no preview of step %d", step)
 
-    return run(remembering, lambda pipe: _watch(pipe, steps, preview, trajectory=trajectory))
+    def watch(pipe: DiffusionPipeline) -> None:
+        _watch(pipe, steps, preview, trajectory=trajectory)
+        if prepare is not None:
+            prepare(pipe)
+
+    return run(remembering, watch)
 
 
 def preview_steps(count: int, num_inference_steps: int) -> list[int]:

@@ -81,6 +81,12 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
             dtype=options.dtype,
             default_quality=options.default_quality,
         )
+    if options.unary and limits.makes_video:
+        raise unusable(
+            f"'unary' cannot be had of {pipeline.pipeline_class.__name__}: it makes video, which is sent in slices, so "
+            "more than one response a request; allowed: without --unary",
+            "unary",
+        )
     sizes = [parse_size(size, limits) for size in options.warmup_sizes]
     with _refusals_name(pipeline):
         warmup = build_warmup(limits, runs, sizes, options.warmup_batches)
@@ -245,8 +251,8 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         ),
         Stage.VAE_DECODE: config_text.vae_decode(
             name,
+            limits,
             warmup.latents_shape,
-            limits.default_width // warmup.latents_shape[-1],
             kind,
             samples[Stage.VAE_DECODE],
         ),
@@ -259,7 +265,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         folder = stage_model(name, stage)
         files[f"{folder}/{CONFIG_FILE}"] = config.encode()
         files[f"{folder}/1/model.py"] = (
-            f"from diffusion_backend.stages.{stage.value} import TritonPythonModel  # noqa: F401\n".encode()
+            f"from diffusion_backend.stages.{_module(stage, limits)} import TritonPythonModel  # noqa: F401\n".encode()
         )
         # The first of denoise is what it checks itself with, also where nothing is warmed.
         for sample in samples[stage] or (warmup.denoise[:1] if stage is Stage.DENOISE else []):
@@ -267,6 +273,11 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
                 if tensor.data is not None:
                     files[f"{folder}/{_sample_file(sample, tensor_name)}"] = tensor.data
     return files
+
+
+def _module(stage: Stage, limits: ModelLimits) -> str:
+    """The one that has a stage's model."""
+    return "clip_decode" if stage is Stage.VAE_DECODE and limits.makes_video else stage.value
 
 
 def _sample_file(sample: Sample, tensor: str) -> str:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline
+from PIL import Image
 from torch import nn
 
 from diffusion_backend import loading, oddities, values
@@ -84,8 +85,13 @@ STAND_IN_METHODS: dict[Stage, dict[str, Method]] = {
 }
 
 
-def call_arguments(pipe: DiffusionPipeline, limits: ModelLimits, settings: Settings) -> dict[str, Any]:
-    """The keyword arguments of the pipeline's ``__call__`` for one request.
+def call_arguments(
+    pipe: DiffusionPipeline,
+    limits: ModelLimits,
+    settings: Settings,
+    images: Mapping[str, Image.Image] | None = None,
+) -> dict[str, Any]:
+    """The keyword arguments of the pipeline's ``__call__`` for one request; ``images`` are some of them.
 
     Seeds go through a CPU generator, whatever the device, so that a seed means the same picture everywhere.
     """
@@ -98,11 +104,16 @@ def call_arguments(pipe: DiffusionPipeline, limits: ModelLimits, settings: Setti
         "output_type": "pt",
         **oddities.call_arguments(type(pipe), settings.width, settings.height),
         **limits.call_arguments,
+        **(images or {}),
     }
     if limits.takes_negative_prompt:
         arguments["negative_prompt"] = settings.negative_prompt
     if limits.guidance_argument is not None:
         arguments[limits.guidance_argument] = settings.guidance_scale
+    if limits.frames_argument is not None:
+        arguments[limits.frames_argument] = settings.num_frames
+    if limits.fps_argument is not None:
+        arguments[limits.fps_argument] = settings.fps
     accepted = inspect.signature(type(pipe).__call__).parameters
     unknown = [name for name in arguments if name not in accepted]
     if unknown:
@@ -110,6 +121,23 @@ def call_arguments(pipe: DiffusionPipeline, limits: ModelLimits, settings: Setti
             f"{type(pipe).__name__} takes no {', '.join(unknown)}", code="unsupported_argument"
         )
     return arguments
+
+
+def blank_images(limits: ModelLimits, width: int, height: int) -> dict[str, Image.Image]:
+    """The images of a request that is only to have the right shapes."""
+    return {"image": Image.new("RGB", (width, height), "grey")} if limits.takes_image else {}
+
+
+def check_images(limits: ModelLimits, settings: Settings, images: Mapping[str, Image.Image]) -> None:
+    """The images of a request as encode sends them on: those that the model takes, of the request's size.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``conditioning``.
+    """
+    wanted = dict.fromkeys(blank_images(limits, 1, 1), (settings.width, settings.height))
+    sizes = {name: image.size for name, image in images.items()}
+    if sizes != wanted:
+        raise invalid("conditioning", f"'conditioning' has images of {sizes}; allowed: {wanted}")
 
 
 def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
@@ -235,7 +263,7 @@ def replay(
 def decode(
     pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any], *, exact: bool = True
 ) -> torch.Tensor:
-    """Pictures from latents [B, C, H, W], or clips from latents [B, C, F, H, W]: uint8 [B, (F,) H, W, 3] on the CPU.
+    """Pictures from latents [B, C, H, W], or a clip from latents [1, C, F, H, W]: uint8 [B, (F,) H, W, 3] on the CPU.
 
     ``exact``: rounded as diffusers does it in the VAE's dtype; otherwise, on a GPU, by one kernel in float32.
 
@@ -246,16 +274,21 @@ def decode(
 
 
 def to_pictures(pipe: DiffusionPipeline, decoded: torch.Tensor, *, exact: bool = True) -> torch.Tensor:
-    """The second half of ``decode``: of what ``run_vae`` returns."""
-    if not exact and pipe.device.type == "cuda" and _is_plain(pipe):
+    """The second half of ``decode``: of what ``run_vae`` returns, or of some frames of it.
+
+    Frames are rounded where they were decoded: those of a slice of a clip take a slice's memory.
+    """
+    if not exact and decoded.device.type == "cuda" and _is_plain(pipe):
         from diffusion_kernels.to_uint8 import to_uint8
 
+        if makes_video(pipe):
+            frames = decoded.movedim(2, 1)
+            levels = to_uint8(frames.flatten(0, 1).contiguous())
+            return levels.reshape(*frames.shape[:2], *levels.shape[1:]).cpu()
         picture = oddities.picture(decoded)
-        if not picture.is_contiguous(
-            memory_format=torch.channels_last
-        ):  # a tile's part, or the lossless decoder's
-            picture = picture.contiguous()
-        return to_uint8(picture).cpu()
+        # A tile's part, or the lossless decoder's.
+        is_plain = picture.is_contiguous(memory_format=torch.channels_last)
+        return to_uint8(picture if is_plain else picture.contiguous()).cpu()
     # As VaeImageProcessor.numpy_to_pil rounds.
     pixels = (_to_floats(pipe, decoded).float() * 255).round().to(torch.uint8)
     return pixels.movedim(-3, -1).contiguous().cpu()
@@ -278,11 +311,14 @@ def _to_floats(pipe: DiffusionPipeline, decoded: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(pipe: DiffusionPipeline) -> bool:
     """Whether all that becomes of a decoded picture is that its values from -1 to 1 are turned to levels."""
-    return not makes_video(pipe) and bool(pipe.image_processor.config.do_normalize)
+    processor = pipe.video_processor if makes_video(pipe) else pipe.image_processor
+    return bool(processor.config.do_normalize)
 
 
 def run_vae(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: dict[str, Any]) -> torch.Tensor:
-    """What ``vae.decode`` makes of latents: values from about -1 to 1, [B, 3, (F,) H, W].
+    """What ``vae.decode`` makes of latents: values from about -1 to 1, [B, 3, (F,) H, W], on the device.
+
+    A clip is decoded at once: the VAE's layers look back at earlier frames.
 
     Raises:
         DiffusionError: they are not finite, or the arguments are none of ``replay``'s.

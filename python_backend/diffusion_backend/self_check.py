@@ -50,7 +50,7 @@ def check_batching(
         calls = [Call(call.name, _vary(call.result, number)) for call in sample.calls]
 
         def run(denoiser: Denoiser | None) -> torch.Tensor:
-            arguments = seams.call_arguments(pipe, limits, asked)
+            arguments = seams.call_arguments(pipe, limits, asked, sample.images)
             return seams.replay(
                 pipe, calls, arguments, asked.seed, recorded_dtype=dtype, denoiser=denoiser
             ).latents

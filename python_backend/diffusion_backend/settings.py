@@ -22,13 +22,18 @@ from diffusion_backend.quality import Tier, resolve_tier
 MAX_PROMPT_CHARACTERS = 32_000
 MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
 MAX_SEED = 2**53 - 1  # the largest integer that every JSON client reads back exactly
+MAX_FPS = 120
+# Why a model that makes video shows no previews and no trajectory: a clip is decoded as a whole, and once.
+NO_PICTURES = "this model makes video"
 
 
 class ModelLimits(BaseModel):
     """What one model is and accepts: the parameters of its ensemble.
 
     All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below. Sizes are in pixels.
-    ``source_revision`` is the commit of a source on the hub, which is what every stage loads.
+    ``source_revision`` is the commit of a source on the hub, which is what every stage loads. ``task`` says what goes
+    in and what comes out: "text-to-image", "text-to-video", "image-to-video", ... A model that makes video has the
+    fields of frames, and no other has them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -51,6 +56,13 @@ class ModelLimits(BaseModel):
     default_guidance_scale: float | None = None
     max_guidance_scale: float = Field(100.0, ge=0)
     default_negative_prompt: str | None = None
+    frames_argument: str | None = None
+    default_num_frames: int | None = Field(None, gt=0)
+    min_num_frames: int | None = Field(None, gt=0)
+    max_num_frames: int | None = None
+    num_frames_step: int | None = Field(None, gt=0)
+    fps_argument: str | None = None
+    default_fps: int | None = None
     default_quality: Tier = Tier.LOSSLESS
     call_arguments: dict[str, Any] = Field(default_factory=dict)
 
@@ -73,8 +85,11 @@ class ModelLimits(BaseModel):
                 "guidance_scale": self.default_guidance_scale,
                 "seed": 0,
                 "quality": "auto",
+                "num_frames": self.default_num_frames,
+                "fps": self.default_fps,
                 "partial_images": 0,
                 "trajectory": False,
+                "progress": False,
             },
         )
         return self
@@ -87,6 +102,10 @@ class ModelLimits(BaseModel):
     @property
     def takes_image(self) -> bool:
         return self.task.startswith("image-")
+
+    @property
+    def makes_video(self) -> bool:
+        return self.task.endswith("-video")
 
     @property
     def takes_negative_prompt(self) -> bool:
@@ -122,8 +141,11 @@ class Settings(BaseModel):
     guidance_scale: float | None
     seed: int
     quality: str
+    num_frames: int | None
+    fps: int | None
     partial_images: int
     trajectory: bool
+    progress: bool
 
 
 # The request parameters of the ensemble. Prompts are tensors, not parameters.
@@ -134,8 +156,11 @@ PARAMETERS = (
     "guidance_scale",
     "seed",
     "quality",
+    "num_frames",
+    "fps",
     "partial_images",
     "trajectory",
+    "progress",
 )
 
 
@@ -166,8 +191,11 @@ def resolve(
         "guidance_scale": given.get("guidance_scale", limits.default_guidance_scale),
         "seed": given.get("seed", secrets.randbelow(2**32)),
         "quality": given.get("quality", "auto"),
+        "num_frames": given.get("num_frames", limits.default_num_frames),
+        "fps": given.get("fps", limits.default_fps),
         "partial_images": given.get("partial_images", 0),
         "trajectory": given.get("trajectory", False),
+        "progress": given.get("progress", False),
     }
     return check(limits, fields)
 
@@ -194,9 +222,15 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
         quality="auto" if fields["quality"] is None else str(fields["quality"]),
+        num_frames=check_num_frames(limits, fields["num_frames"]),
+        fps=check_fps(limits, fields["fps"]),
         partial_images=_integer("partial_images", fields["partial_images"], 0, MAX_PARTIAL_IMAGES),
         trajectory=_boolean("trajectory", fields["trajectory"]),
+        progress=_boolean("progress", fields["progress"]),
     )
+    if limits.makes_video:
+        check_previews(settings.partial_images, NO_PICTURES)
+        check_trajectory(settings.trajectory, NO_PICTURES)
     if settings.trajectory and settings.partial_images:
         raise invalid(
             "partial_images", f"'partial_images' is {settings.partial_images}; allowed with 'trajectory': 0"
@@ -225,6 +259,59 @@ def check_trajectory(trajectory: bool, reason: str | None) -> None:
     """The same for ``trajectory``."""
     if trajectory and reason:
         raise invalid("trajectory", f"'trajectory' is true; allowed: false, since {reason}")
+
+
+def check_progress(progress: bool, reason: str | None) -> None:
+    """The same for ``progress``."""
+    if progress and reason:
+        raise invalid("progress", f"'progress' is true; allowed: false, since {reason}")
+
+
+def check_num_frames(limits: ModelLimits, value: object) -> int | None:
+    """How many frames a clip has; None where the model makes pictures.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the numbers that are allowed.
+    """
+    if not limits.makes_video:
+        _refuse_of_pictures("num_frames", value)
+        return None
+    low, high, step = limits.min_num_frames, limits.max_num_frames, limits.num_frames_step
+    if low is None or high is None or step is None:
+        raise invalid(
+            "num_frames",
+            "a model that makes video has 'min_num_frames', 'max_num_frames' and 'num_frames_step'",
+        )
+    if isinstance(value, bool) or not isinstance(value, int) or value not in range(low, high + 1, step):
+        raise invalid(
+            "num_frames",
+            f"'num_frames' is {show(value)}; allowed: {_progression(range(low, high + 1, step))}",
+        )
+    return value
+
+
+def check_fps(limits: ModelLimits, value: object) -> int | None:
+    """Frames a second of a clip; None where the model makes pictures.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the numbers that are allowed.
+    """
+    if not limits.makes_video:
+        _refuse_of_pictures("fps", value)
+        return None
+    return _integer("fps", value, 1, MAX_FPS)
+
+
+def _refuse_of_pictures(name: str, value: object) -> None:
+    if value is not None:
+        raise invalid(name, f"'{name}' is {show(value)}; this model makes pictures, not video")
+
+
+def _progression(numbers: range) -> str:
+    if numbers.step == 1:
+        return f"integers from {numbers[0]} to {numbers[-1]}"
+    first = ", ".join(map(str, numbers[:3]))
+    return first if len(numbers) <= 3 else f"{first}, ... {numbers[-1]} (in steps of {numbers.step})"
 
 
 def parse_size(size: object, limits: ModelLimits) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from diffusion_backend.clips import MAX_SLICE_BYTES
 from diffusion_backend.guard import SHARED_MEMORY
 from diffusion_backend.model_config import read_model_config
 from diffusion_backend.processes import LaunchError
@@ -27,7 +28,9 @@ def require_room(repository: Path, ensembles: Iterable[str]) -> None:
         stages.update(step.model_name for step in config.message.ensemble_scheduling.step)
         if "pipeline_class" in config.parameters:
             limits = parse_limits(config.parameters)
-            pictures += limits.default_width * limits.default_height * 3
+            picture = limits.default_width * limits.default_height * 3
+            clip = picture * (limits.default_num_frames or 1)
+            pictures += max(picture, min(clip, MAX_SLICE_BYTES))
     for stage in stages:
         processes += _processes(repository / stage)
     need = processes * _REGION_BYTES + pictures

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from diffusion_backend.oddities import transformers_config
+from diffusion_backend.values import map_tensors
 
 Method = Callable[..., Any]
 
@@ -63,13 +64,13 @@ def _change_dtype(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def dry_methods(cls: type[nn.Module]) -> dict[str, Method]:
-    """``forward`` and, for a VAE, ``decode`` that compute shapes and dtypes only.
+    """``forward`` and, for a VAE, ``encode`` and ``decode`` that compute shapes and dtypes only.
 
     They take real CPU tensors and return real ones, not zeros: these would end in 0 / 0 where a pipeline normalises.
     The class's own code runs with parameters that have no memory: what depends on them is not calculated, only its
     shape is. What does not (masks, position ids) is, for that code may go by its values.
     """
-    return {name: _dry(getattr(cls, name)) for name in ("forward", "decode") if hasattr(cls, name)}
+    return {name: _dry(getattr(cls, name)) for name in ("forward", "encode", "decode") if hasattr(cls, name)}
 
 
 class _DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -125,9 +126,14 @@ def _dry(method: Method) -> Method:
         }
         with mode:
             outputs = functional_call(_Method(self, method), weights, args, kwargs)
-        return tree_map(
-            lambda x: torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x, outputs
-        )
+        return tree_map(lambda leaf: map_tensors(leaf, real), outputs)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        if method.__name__ == "decode":  # only looked at, and a clip's would take gigabytes
+            return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     return run
 

@@ -1,7 +1,7 @@
 """Values that cross from one stage to another: JSON, with the tensors apart or in it as numbers.
 
-What a pipeline's methods return is made of tensors, lists, tuples, dicts, plain values and the few classes of
-``RECORDS``. Nothing else travels, and nothing is pickled: values may come from a direct client.
+What a pipeline's methods take and return is made of tensors, lists, tuples, dicts, plain values, RGB images and the
+few classes of ``RECORDS``. Nothing else travels, and nothing is pickled: values may come from a direct client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import (
@@ -18,6 +19,7 @@ from diffusers.models.autoencoders.vae import (
     IdentityDistribution,
 )
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from PIL import Image
 
 # Classes whose objects are made again from these attributes, by the constructor's arguments of the same names.
 RECORDS: dict[type, tuple[str, ...]] = {
@@ -66,6 +68,10 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
         return {type(value).__name__: [to_skeleton(item, store) for item in value]}
     if isinstance(value, dict):
         return {"dict": {str(key): to_skeleton(item, store) for key, item in value.items()}}
+    if isinstance(value, Image.Image):
+        if value.mode != "RGB":
+            raise TypeError(f"an image of mode {value.mode} cannot travel between stages")
+        return {"image": store(torch.from_numpy(np.array(value)))}
     if isinstance(value, torch.Generator):
         # Its state: whoever draws from it next goes on where it stands.
         return {"generator": base64.b64encode(value.get_state().numpy().tobytes()).decode()}
@@ -89,6 +95,11 @@ def from_skeleton(skeleton: Any, fetch: Callable[[Any], torch.Tensor]) -> Any:
         return tuple(from_skeleton(item, fetch) for item in content)
     if kind == "dict":
         return {key: from_skeleton(item, fetch) for key, item in content.items()}
+    if kind == "image":
+        pixels = fetch(content).numpy()
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] != 3 or not pixels.size:
+            raise ValueError(f"an image of {pixels.dtype} {list(pixels.shape)}, not uint8 [H, W, 3]")
+        return Image.fromarray(pixels)
     if kind == "generator":
         generator = torch.Generator("cpu")
         state = bytearray(base64.b64decode(content, validate=True))

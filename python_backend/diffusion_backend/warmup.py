@@ -6,9 +6,12 @@ requests in one ``execute``. Sizes and batches that the operator lists are warme
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from PIL import Image
 
 from diffusion_backend import conditioning, seams
 from diffusion_backend.dry_runs import DryRuns
@@ -38,8 +41,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class LatentsOf:
+    """The shape of the latents (without a batch axis) of a default size, and the frames of its clip; of a picture none.
+
+    Of a clip they are not the default's: it is warmed with as few frames as there are two latents of.
+    """
+
+    shape: tuple[int, ...]
+    num_frames: int | None
+
+
+@dataclass(frozen=True)
 class Warmup:
-    """The samples of the three stages, and the shape of the model's latents (without a batch axis)."""
+    """The samples of the three stages, and the shape of the latents of the first (without a batch axis)."""
 
     latents_shape: tuple[int, ...]
     encode: list[Sample] = field(default_factory=list)
@@ -61,14 +75,15 @@ def build_warmup(
     latents_shape: tuple[int, ...] = ()
     for width, height in dict.fromkeys((default, *sizes)):
         settings = _settings(limits, width, height)
-        arguments = seams.call_arguments(runs.encode, limits, settings)
+        images = seams.blank_images(limits, width, height)
+        arguments = seams.call_arguments(runs.encode, limits, settings, images)
         denoised = runs.denoise(arguments)
         shape = tuple(denoised.latents.shape[1:])
         latents_shape = latents_shape or shape
         calls = runs.record(arguments)
         for count in dict.fromkeys((1, *batches)):
             name = f"{width}x{height}" + (f"_batch_{count}" if count > 1 else "")
-            denoise.append(_denoise_sample(name, calls, settings, count))
+            denoise.append(_denoise_sample(name, calls, settings, images, count))
             vae_decode += [
                 _decode_sample(name, shape, settings, quality, denoised, count) for quality in QUALITIES
             ]
@@ -79,6 +94,10 @@ def build_warmup(
 
 def _settings(limits: ModelLimits, width: int, height: int) -> Settings:
     parameters = {"seed": 0, "num_inference_steps": STEPS, "width": width, "height": height}
+    if limits.default_num_frames and limits.min_num_frames and limits.num_frames_step:
+        # The first latent of a clip is decoded differently: a second one warms the rest.
+        few = limits.min_num_frames + limits.num_frames_step
+        parameters["num_frames"] = min(few, limits.default_num_frames)
     return resolve(limits, limits.default_prompt, None, parameters)
 
 
@@ -86,13 +105,25 @@ def _encode_sample(limits: ModelLimits, count: int) -> Sample:
     inputs = {"prompt": _text(limits.default_prompt)}
     if limits.default_negative_prompt is not None:
         inputs["negative_prompt"] = _text(limits.default_negative_prompt)
+    for name, image in seams.blank_images(limits, limits.default_width, limits.default_height).items():
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        inputs[name] = _element(file.getvalue())
     return Sample("default" if count == 1 else f"default_batch_{count}", count, inputs)
 
 
-def _denoise_sample(name: str, calls: list[conditioning.Call], settings: Settings, count: int) -> Sample:
+def _denoise_sample(
+    name: str,
+    calls: list[conditioning.Call],
+    settings: Settings,
+    images: Mapping[str, Image.Image],
+    count: int,
+) -> Sample:
     # denoise has no batch axis, so its batch is one request that asks for ``count`` rows.
     blob = conditioning.pack(
-        conditioning.Conditioning(calls, settings.model_dump(), 0.0, rows=count, dtype="float32")
+        conditioning.Conditioning(
+            calls, settings.model_dump(), 0.0, rows=count, dtype="float32", images=images
+        )
     )
     return Sample(name, 1, {"conditioning": WarmupInput("TYPE_UINT8", (len(blob),), blob)})
 
@@ -115,6 +146,9 @@ def _decode_sample(
 
 
 def _text(text: str) -> WarmupInput:
+    return _element(text.encode())
+
+
+def _element(data: bytes) -> WarmupInput:
     """One BYTES element as Triton's input_data_file wants it: little-endian length, then the bytes."""
-    data = text.encode()
     return WarmupInput("TYPE_STRING", (1,), struct.pack("<I", len(data)) + data)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from diffusion_backend.errors import DiffusionError
 from diffusion_backend.settings import MAX_SEED
 from fastapi import FastAPI
 from in_process import send
@@ -151,9 +152,14 @@ def test_plan_draws_a_seed() -> None:
     assert len(seeds) > 1
 
 
-def test_plan_keeps_seeds_in_range() -> None:
-    from diffusion_backend.errors import DiffusionError
+@pytest.mark.parametrize("task", ["text-to-video", "image-to-video", "image-to-image"])
+def test_plan_refuses_a_model_of_another_task(task: str) -> None:
+    with pytest.raises(DiffusionError, match=f"'model' is one for {task}; allowed here: ") as caught:
+        plan(parse({"prompt": "a fox"}), LIMITS.model_copy(update={"task": task}))
+    assert caught.value.param == "model"
 
+
+def test_plan_keeps_seeds_in_range() -> None:
     largest = MAX_SEED - 9
     assert plan(parse({"prompt": "a", "n": 10, "seed": largest}), LIMITS).images[-1].seed == MAX_SEED
     with pytest.raises(DiffusionError) as caught:

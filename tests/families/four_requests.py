@@ -18,7 +18,7 @@ from diffusion_backend.settings import Settings, resolve
 from diffusion_backend.tombstones import Tombstones
 
 from tests.families.family import Family
-from tests.families.three_stages import CPU, arguments_of, limits_of
+from tests.families.three_stages import CPU, arguments_of, images_of, limits_of
 
 PROMPTS = ["a red fox", "two blue birds on a branch", "a house", "a very small green frog that jumps"]
 
@@ -82,7 +82,8 @@ class FourRequests:
 
     def check(self) -> BatchingCheck:
         """What the denoise stage tries when it loads."""
-        sample = conditioning.Conditioning(self._calls[0], self.all[0].model_dump(), 0.0)
+        images = images_of(self._family)
+        sample = conditioning.Conditioning(self._calls[0], self.all[0].model_dump(), 0.0, images=images)
         return check_batching(self.pipe, self._limits, self.all[0], sample, torch.float32)
 
     def denoise_together(self) -> tuple[list[torch.Tensor], list[int]]:

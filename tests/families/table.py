@@ -51,7 +51,7 @@ def row(family: Family, folder: Path, made: Made, refusal: str | None) -> str:
     if refusal is not None:
         verdict = "refused: " + refusal.partition("cannot be served: ")[2]
     else:
-        verdict = "served" if family.task == "text-to-image" else "served without an image"
+        verdict = "served without an image" if family.task == "image-to-image" else "served"
     cells = (
         family.name,
         f"`{family.pipeline}`",

@@ -18,11 +18,11 @@ from diffusers import (
     DiTTransformer2DModel,
     StableDiffusionPipeline,
 )
-from diffusion_backend import conditioning, loading, seams
+from diffusion_backend import conditioning, loading, seams, values
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.loading import Stage
 from diffusion_backend.model_config import read_model_config
-from diffusion_backend.repository import add
+from diffusion_backend.repository import BuildOptions, add, read_model
 from diffusion_backend.settings import ModelLimits, check
 
 from tests.families import parts
@@ -31,11 +31,12 @@ from tests.families.conftest import MODEL, Added
 from tests.families.family import Family
 from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
-from tests.test_repository import skeleton
+from tests.families.wan import wan21, wan21_image
 
-TEXT_TO_IMAGE = [family for family in FAMILIES if family.task == "text-to-image"]
-VIDEO = [family for family in FAMILIES if family.task.endswith("video")]
-# The size, the step of the sizes, and the rank of the latents.
+# Those that are served as what they are.
+SERVED = [family for family in FAMILIES if family.task != "image-to-image"]
+# The size, the step of the sizes, and the rank of the latents; of video also the numbers of frames (the default, the
+# smallest, the largest, their step) and how many a second.
 EXPECTED = {
     "Stable Diffusion 1.5": (32, 32, 8, 3),
     "Stable Diffusion XL": (32, 32, 8, 3),
@@ -54,11 +55,32 @@ EXPECTED = {
     "Lumina Image 2.0": (32, 48, 16, 3),
     "CogView4": (32, 48, 16, 3),
     "PRX": (32, 48, 4, 3),
+    "Wan 2.1 T2V": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "Wan 2.2 T2V": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "Wan 2.2 TI2V 5B": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "Wan 2.1 I2V": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "Wan 2.2 I2V": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "SkyReels V2": (32, 16, 16, 4, 5, 1, 9, 4, 16),
+    "Sana Video": (32, 32, 32, 4, 5, 1, 9, 4, 16),
+    "LTX-Video T2V": (32, 32, 32, 4, 9, 1, 17, 4, 25),
+    "LTX-Video 0.9.5 T2V": (32, 32, 32, 4, 9, 1, 17, 4, 25),
+    "LTX-Video I2V": (32, 32, 32, 4, 9, 1, 17, 4, 25),
+    "HunyuanVideo": (32, 32, 16, 4, 5, 1, 9, 4, 16),
+    "HunyuanVideo 1.5": (32, 32, 8, 4, 5, 1, 9, 4, 16),
+    "CogVideoX": (32, 32, 16, 4, 9, 1, 17, 8, 16),
+    "Mochi 1": (32, 32, 16, 4, 7, 1, 13, 6, 16),
 }
+
+
+def skeleton(value: object) -> object:
+    """With tensors replaced by shape and dtype."""
+    return values.to_skeleton(value, lambda tensor: [*tensor.shape, str(tensor.dtype)])
+
+
 AddedFamily = Callable[[Family], Added]
 
 
-@pytest.mark.parametrize("family", TEXT_TO_IMAGE, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
 def test_what_is_written_dry_is_what_real_weights_make(
     family: Family, saved: Callable[[Family], Path], added: AddedFamily
 ) -> None:
@@ -66,36 +88,101 @@ def test_what_is_written_dry_is_what_real_weights_make(
     repository = added(family).repository
     limits = ModelLimits.model_validate(read_model_config(repository / MODEL).parameters)
     latents = read_model_config(repository / f"{MODEL}_vae_decode").message.input[0]
+    frames = (
+        limits.default_num_frames,
+        limits.min_num_frames,
+        limits.max_num_frames,
+        limits.num_frames_step,
+        limits.default_fps,
+    )
     assert (
         limits.default_width,
         limits.default_height,
         limits.size_multiple,
         len(latents.dims),
+        *(frames if limits.makes_video else ()),
     ) == EXPECTED[family.name]
+    assert limits.task == family.task
+    assert limits.makes_video or set(frames) == {None}
 
     (file,) = (repository / f"{MODEL}_denoise/warmup").iterdir()
     dry = conditioning.unpack(file.read_bytes())
     settings = check(limits, dry.settings)
     pipeline = loading.open_pipeline(str(saved(family)))
     encoder, denoiser = (
-        loading.load_stage(pipeline, stage, device=CPU, dtype=torch.float32, methods=seams.STAND_IN_METHODS)[
-            0
-        ]
+        loading.load_stage(
+            pipeline,
+            stage,
+            device=CPU,
+            dtype=torch.float32,
+            methods=seams.STAND_IN_METHODS,
+            takes_image=limits.takes_image,
+        )[0]
         for stage in (Stage.ENCODE, Stage.DENOISE)
     )
-    real = seams.record(encoder, seams.call_arguments(encoder, limits, settings))
+    seams.check_images(limits, settings, dry.images)
+    real = seams.record(encoder, seams.call_arguments(encoder, limits, settings, dry.images))
     assert [(c.name, skeleton(c.result)) for c in dry.calls] == [(c.name, skeleton(c.result)) for c in real]
     # The warmup sample runs with real weights, too, and its latents are those that warm up the next stage.
-    warm = seams.replay(denoiser, dry.calls, seams.call_arguments(denoiser, limits, settings), 0)
+    arguments = seams.call_arguments(denoiser, limits, settings, dry.images)
+    warm = seams.replay(denoiser, dry.calls, arguments, 0)
     (sample, *_) = read_model_config(repository / f"{MODEL}_vae_decode").message.model_warmup
     assert list(sample.inputs["latents"].dims) == list(warm.latents.shape[1:])
 
 
-@pytest.mark.parametrize("family", VIDEO, ids=lambda family: family.name)
-def test_video_is_refused_by_name(family: Family, added: AddedFamily) -> None:
-    refusal = added(family).refusal
-    assert refusal == f"{family.pipeline} cannot be served: it makes video, which is not served yet"
-    assert list(added(family).repository.iterdir()) == []
+def test_what_is_written_for_video(saved: Callable[[Family], Path], tmp_path: Path) -> None:
+    """One message a slice, so decoupled; an image where one is taken, for each stage that needs it."""
+    for name, family in (("text", wan21), ("image", wan21_image)):
+        add(str(saved(family)), name, tmp_path)
+        ensemble, encode, _, decode = (
+            read_model_config(tmp_path / f"{name}{stage}").message
+            for stage in ("", "_encode", "_denoise", "_vae_decode")
+        )
+        assert [output.name for output in ensemble.output] == ["frames", "info"]
+        assert list(ensemble.output[0].dims) == [-1, -1, -1, 3]
+        given = {tensor.name: list(tensor.dims) for tensor in ensemble.input}
+        assert given == {
+            "prompt": [1],
+            "negative_prompt": [1],
+            **({"image": [-1]} if name == "image" else {}),
+        }
+        assert ("image" in encode.model_warmup[0].inputs) == (name == "image")
+        assert (decode.max_batch_size, decode.model_transaction_policy.decoupled) == (0, True)
+        samples = [sample.name for sample in decode.model_warmup]
+        assert samples == ["32x16_lossless", "32x16_high"]
+    with pytest.raises(DiffusionError, match="'unary' cannot be had of WanPipeline: it makes video"):
+        add(str(saved(wan21)), "unary", tmp_path, BuildOptions(unary=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"fps": "fast"}, "generation_config.json has fps 'fast'; allowed: integers"),
+        ({"fps": 1000}, "'fps' is 1000; allowed: integers from 1 to 120"),
+        ({"num_frames": 0}, "generation_config.json has num_frames 0; allowed: integers"),
+        ({"image": "fox.png"}, "generation_config.json has 'image'"),
+    ],
+)
+def test_a_generation_config_of_video_that_is_wrong(
+    saved: Callable[[Family], Path], tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    shutil.copytree(saved(wan21), tmp_path / "pipeline")
+    path = tmp_path / "pipeline/generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    with pytest.raises(DiffusionError, match=reason):
+        add(str(tmp_path / "pipeline"), MODEL, tmp_path / "repository")
+
+
+def test_fps_and_num_frames_come_from_the_generation_config(
+    saved: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    """A number of frames that does not come out as asked is that which does."""
+    shutil.copytree(saved(wan21), tmp_path / "pipeline")
+    path = tmp_path / "pipeline/generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fps": 24, "num_frames": 7}))
+    add(str(tmp_path / "pipeline"), MODEL, tmp_path / "repository")
+    limits = read_model(tmp_path / "repository" / MODEL)
+    assert (limits.default_fps, limits.default_num_frames) == (24, 5)
 
 
 class DrawsWhileEncoding(StableDiffusionPipeline):

@@ -50,7 +50,7 @@ def _run_both_ways(requests: FourRequests) -> tuple[list[torch.Tensor], list[int
     return alone, batches, difference <= max(TOLERANCE, RELATIVE_TOLERANCE * largest)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.takes_image], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_check_at_load_passes(family: Family, saved: Callable[[Family], Path], tmp_path: Path) -> None:
     check = FourRequests(family, saved(family), Tombstones(tmp_path)).check()
     assert check.joined

@@ -29,6 +29,12 @@ def limits_of(family: Family, folder: Path) -> ModelLimits:
     given = dict(family.call)
     guidance = defaults.guidance_argument(pipeline, call)
     scale = given.pop("guidance_scale", call[guidance].default if guidance else None)
+    video: dict[str, Any] = {}
+    if family.task.endswith("video"):
+        (frames,) = {"num_frames", "frames"} & set(given)
+        count = given.pop(frames)
+        video = {"frames_argument": frames, "num_frames_step": 1, "default_fps": 16}
+        video |= dict.fromkeys(("default_num_frames", "min_num_frames", "max_num_frames"), count)
     return ModelLimits(
         source=str(folder),
         pipeline_class=family.pipeline,
@@ -46,6 +52,7 @@ def limits_of(family: Family, folder: Path) -> ModelLimits:
         default_guidance_scale=scale,
         default_negative_prompt=NEGATIVE_PROMPT if "negative_prompt" in call else None,
         call_arguments=given,
+        **video,
     )
 
 
@@ -67,11 +74,13 @@ def settings_of(limits: ModelLimits) -> Settings:
 def arguments_of(
     pipe: DiffusionPipeline, family: Family, limits: ModelLimits, settings: Settings
 ) -> dict[str, Any]:
-    arguments = seams.call_arguments(pipe, limits, settings)
-    if family.takes_image:
-        pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-        arguments["image"] = Image.fromarray(pixels)
-    return arguments
+    return seams.call_arguments(pipe, limits, settings, images_of(family))
+
+
+def images_of(family: Family) -> dict[str, Image.Image]:
+    if not family.takes_image:
+        return {}
+    return {"image": Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))}
 
 
 def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Made:
@@ -91,10 +100,16 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
         for stage in Stage
     )
     calls = seams.record(encoder, arguments_of(encoder, family, limits, settings))
-    blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0))
+    images = images_of(family)
+    blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0, images=images))
     arrived = conditioning.unpack(blob)
     denoised, again = (
-        seams.replay(denoiser, arrived.calls, arguments_of(denoiser, family, limits, settings), settings.seed)
+        seams.replay(
+            denoiser,
+            arrived.calls,
+            seams.call_arguments(denoiser, limits, settings, arrived.images),
+            settings.seed,
+        )
         for _ in range(2)
     )
     assert torch.equal(denoised.latents, again.latents), "a run left state behind"
@@ -105,6 +120,8 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
         num_inference_steps=settings.num_inference_steps,
         step=settings.num_inference_steps,
         is_final=True,
+        num_frames=settings.num_frames,
+        fps=settings.fps,
         decode_arguments=denoised.decode_arguments,
         timings={},
     )

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,17 +118,26 @@ def check_warmup(args: dict[str, str], check: Callable[[dict[str, bytes]], objec
 
 
 def text_sample(name: str, data: bytes) -> str:
-    """The one BYTES element in the data of a warmup file: little-endian length, then UTF-8.
+    """The text in the data of a warmup file.
 
     Raises:
         DiffusionError: it is something else.
     """
     try:
-        if int.from_bytes(data[:4], "little") == len(data) - 4:
-            return data[4:].decode()
+        return bytes_sample(name, data).decode()
     except UnicodeDecodeError:
-        pass
-    raise invalid(name, f"'{name}' is not one element of UTF-8 with its length before it")
+        raise invalid(name, f"'{name}' is not UTF-8") from None
+
+
+def bytes_sample(name: str, data: bytes) -> bytes:
+    """The one BYTES element in the data of a warmup file: little-endian length, then the element.
+
+    Raises:
+        DiffusionError: it is something else.
+    """
+    if int.from_bytes(data[:4], "little") != len(data) - 4:
+        raise invalid(name, f"'{name}' is not one element with its length before it")
+    return data[4:]
 
 
 def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
@@ -253,11 +262,11 @@ def read_parameters(request: Any) -> dict[str, Any]:
     return parameters
 
 
-def text_input(request: Any, name: str) -> str | None:
+def bytes_input(request: Any, name: str) -> bytes | None:
     """The one element of a BYTES input, or None when the optional input is absent.
 
     Raises:
-        DiffusionError: it is not one element, or not valid UTF-8.
+        DiffusionError: it is not one element.
     """
     import triton_python_backend_utils as pb_utils
 
@@ -267,10 +276,20 @@ def text_input(request: Any, name: str) -> str | None:
     elements = tensor.as_numpy().reshape(-1)
     if len(elements) != 1:
         raise invalid(
-            name, f"'{name}' has {len(elements)} elements; allowed: 1, since a request is one picture"
+            name, f"'{name}' has {len(elements)} elements; allowed: 1, since a request makes one thing"
         )
+    return bytes(elements[0])
+
+
+def text_input(request: Any, name: str) -> str | None:
+    """``bytes_input`` as text.
+
+    Raises:
+        DiffusionError: it is not one element, or not valid UTF-8.
+    """
+    data = bytes_input(request, name)
     try:
-        return bytes(elements[0]).decode()
+        return None if data is None else data.decode()
     except UnicodeDecodeError as error:
         raise invalid(
             name, f"'{name}' is not valid UTF-8: {error.reason} at byte {error.start}", "invalid_unicode"
@@ -292,11 +311,16 @@ def array_input(request: Any, name: str) -> np.ndarray[Any, Any]:
     return array
 
 
-def asks_to_describe(request: Any) -> bool:
-    """Whether a request wants this process's description, and no work."""
+def has_input(request: Any, name: str) -> bool:
+    """Whether an optional input is there."""
     import triton_python_backend_utils as pb_utils
 
-    return pb_utils.get_input_tensor_by_name(request, DESCRIBE) is not None
+    return pb_utils.get_input_tensor_by_name(request, name) is not None
+
+
+def asks_to_describe(request: Any) -> bool:
+    """Whether a request wants this process's description, and no work."""
+    return has_input(request, DESCRIBE)
 
 
 def description_response(description: str, shape: tuple[int, ...]) -> Any:
@@ -313,12 +337,22 @@ def cancelled() -> DiffusionError:
 
 def send_in_stream(sender: Any, response: Any, request_id: str) -> None:
     """The one response of a stream; an error in its place if Triton cannot hand it on."""
+    send_all_in_stream(sender, [response], request_id)
+
+
+def send_all_in_stream(sender: Any, responses: Iterable[Any], request_id: str) -> None:
+    """The responses of a stream, each when it is made; an error in the place of one that Triton cannot hand on.
+
+    Raises:
+        Exception: what making one of them raises; then the stream has no end yet.
+    """
     import triton_python_backend_utils as pb_utils
 
     final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
     try:
         # Apart from the end of the stream: after that one, an error could not be sent any more.
-        sender.send(response)
+        for response in responses:
+            sender.send(response)
     except pb_utils.TritonModelException as error:
         logger.error("request %s cannot be answered: %s", request_id, error)
         full = DiffusionError(

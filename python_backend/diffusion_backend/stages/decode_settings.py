@@ -8,7 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from diffusion_backend.errors import invalid
 from diffusion_backend.quality import resolve_tier
-from diffusion_backend.settings import MAX_SEED, ModelLimits, Settings, parse_size
+from diffusion_backend.settings import (
+    MAX_SEED,
+    ModelLimits,
+    Settings,
+    check_fps,
+    check_num_frames,
+    parse_size,
+)
 
 
 class DecodeSettings(BaseModel):
@@ -27,6 +34,8 @@ class DecodeSettings(BaseModel):
     num_inference_steps: int = Field(gt=0)
     step: int = Field(ge=0)
     is_final: bool
+    num_frames: int | None
+    fps: int | None
     error: str | None = None
     decode_arguments: dict[str, JsonValue]
     timings: dict[Literal["encode_seconds", "denoise_seconds"], Annotated[float, Field(ge=0)]]
@@ -50,9 +59,16 @@ class DecodeSettings(BaseModel):
             num_inference_steps=settings.num_inference_steps,
             step=settings.num_inference_steps if step is None else step,
             is_final=step is None,
+            num_frames=settings.num_frames,
+            fps=settings.fps,
             decode_arguments=decode_arguments,
             timings=timings,
         )
+
+    def info(self) -> dict[str, Any]:
+        """What a client is told of them; of frames only where there are some."""
+        hidden = {"decode_arguments", "timings", "error"}
+        return self.model_dump(exclude=hidden if self.num_frames else {*hidden, "num_frames", "fps"})
 
 
 def parse_decode_settings(text: str | None, limits: ModelLimits) -> DecodeSettings:
@@ -72,5 +88,7 @@ def parse_decode_settings(text: str | None, limits: ModelLimits) -> DecodeSettin
             "settings", f"'settings' is not the denoise stage's output: {field}: {first['msg']}"
         ) from None
     parse_size(f"{settings.width}x{settings.height}", limits)
+    check_num_frames(limits, settings.num_frames)
+    check_fps(limits, settings.fps)
     resolve_tier(settings.quality, limits.default_quality)
     return settings

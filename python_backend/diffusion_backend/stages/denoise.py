@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_backend.errors import DiffusionError, invalid
-from diffusion_backend.settings import Settings, check, check_previews, check_trajectory
+from diffusion_backend.settings import (
+    NO_PICTURES,
+    Settings,
+    check,
+    check_previews,
+    check_progress,
+    check_trajectory,
+)
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
 
 logger = logging.getLogger("diffusion_backend")
 
-Made = tuple[Any, str]  # latents, float32 on the CPU without a row axis, and DecodeSettings as JSON
+ANSWERS_ONCE = "this model answers once a request"
+# Latents, float32 on the CPU without a row axis (None: none yet), and DecodeSettings as JSON.
+Made = tuple[Any, str]
 
 
 class TritonPythonModel:
@@ -26,13 +35,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, engine, previews, seams
+        from diffusion_backend import conditioning, engine, previews, progress, seams
         from diffusion_backend.loading import Stage
         from diffusion_backend.stages.metrics import DenoiseMetrics
         from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams, self._previews = conditioning, seams, previews
-        self._job = engine.Job
+        self._job, self._progress = engine.Job, progress.Progress
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
         self._is_decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
@@ -45,6 +54,7 @@ class TritonPythonModel:
         )
         self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
         batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
+        self._no_progress = None if self._is_decoupled else ANSWERS_ONCE
         self._no_trajectory = self._find_no_trajectory()
         self._no_previews = self._no_trajectory or self._find_no_previews()
         self._description = json.dumps(
@@ -64,7 +74,10 @@ class TritonPythonModel:
         self._engine.close()
 
     def _check_sample(self, files: dict[str, bytes]) -> None:
-        check(self._config.limits, self._conditioning.unpack(files["conditioning"]).settings)
+        sample = self._conditioning.unpack(files["conditioning"])
+        self._seams.check_images(
+            self._config.limits, check(self._config.limits, sample.settings), sample.images
+        )
 
     def _check_batching(self, model: Path) -> dict[str, Any]:
         """Try whether rows of a batch are what they are alone; if not, the engine makes no batches."""
@@ -113,12 +126,17 @@ class TritonPythonModel:
         settings = check(self._config.limits, conditioning.settings)
         check_previews(settings.partial_images, self._no_previews)
         check_trajectory(settings.trajectory, self._no_trajectory)
+        check_progress(settings.progress, self._no_progress)
+        self._seams.check_images(self._config.limits, settings, conditioning.images)
         if conditioning.rows > 1 and answer.request_id:
             raise invalid(
                 "conditioning",
                 f"'conditioning' has {conditioning.rows} rows; allowed: 1, but in a warmup sample",
             )
         limits = self._config.limits
+        size = settings.width * settings.height / (limits.default_width * limits.default_height)
+        if settings.num_frames and limits.default_num_frames:
+            size *= settings.num_frames / limits.default_num_frames
         timeout = request.timeout()
         request_id = answer.request_id or str(uuid.uuid4())
         answer.wait_for(conditioning.rows)
@@ -130,7 +148,7 @@ class TritonPythonModel:
                     succeed=answer.succeed,
                     fail=answer.fail,
                     cancelled=answer.end,
-                    size=settings.width * settings.height / (limits.default_width * limits.default_height),
+                    size=size,
                     deadline=time.monotonic() + timeout / 1e6 if timeout else None,
                 )
                 for row in range(conditioning.rows)
@@ -139,8 +157,10 @@ class TritonPythonModel:
 
     def _find_no_trajectory(self) -> str | None:
         """Why this model shows no pictures but the last one; None where it does."""
+        if self._config.limits.makes_video:
+            return NO_PICTURES
         if not self._is_decoupled:
-            return "this model answers once a request"
+            return ANSWERS_ONCE
         if not self._previews.steps_once(self._pipe.scheduler):
             return f"a {type(self._pipe.scheduler).__name__} takes several steps a timestep"
         return None
@@ -161,27 +181,34 @@ class TritonPythonModel:
             return self._seams.replay(
                 self._pipe,
                 conditioning.calls,
-                self._seams.call_arguments(self._pipe, self._config.limits, settings),
+                self._seams.call_arguments(self._pipe, self._config.limits, settings, conditioning.images),
                 settings.seed,
                 recorded_dtype=common.parse_dtype(conditioning.dtype),
                 denoiser=denoiser,
                 prepare=prepare,
             )
 
-        def made(denoised: Any, step: int | None = None) -> Made:
+        def reached(step: int | None, decode_arguments: dict[str, Any]) -> str:
             timings = {
                 "encode_seconds": conditioning.encode_seconds,
                 "denoise_seconds": time.perf_counter() - started,
             }
-            decode_settings = DecodeSettings.of(
-                settings, decode_arguments=denoised.decode_arguments, timings=timings, step=step
-            )
-            return denoised.latents[0].contiguous().cpu(), decode_settings.model_dump_json()
+            return DecodeSettings.of(
+                settings, decode_arguments=decode_arguments, timings=timings, step=step
+            ).model_dump_json()
+
+        def made(denoised: Any, step: int | None = None) -> Made:
+            return denoised.latents[0].contiguous().cpu(), reached(step, denoised.decode_arguments)
 
         def show(step: int, denoised: Any) -> None:
             self._engine.tell(answer.show, made(denoised, step))
 
         count = settings.num_inference_steps
+        watch = None
+        if settings.progress:
+            watch = self._progress(
+                count, self._engine.tell, lambda step: answer.show((None, reached(step, {})))
+            ).watch
         steps = (
             list(range(1, count))
             if settings.trajectory
@@ -189,18 +216,21 @@ class TritonPythonModel:
         )
         if steps:
             return made(
-                self._previews.run_with_previews(run, denoiser, steps, show, trajectory=settings.trajectory)
+                self._previews.run_with_previews(
+                    run, denoiser, steps, show, trajectory=settings.trajectory, prepare=watch
+                )
             )
-        return made(run(denoiser))
+        return made(run(denoiser, watch))
 
 
 def _response(made: Made) -> Any:
     import triton_python_backend_utils as pb_utils
 
     latents, settings = made
-    return pb_utils.InferenceResponse(
-        [pb_utils.Tensor("latents", latents.numpy()), common.text_tensor("settings", settings)]
-    )
+    tensors = [common.text_tensor("settings", settings)]
+    if latents is not None:
+        tensors.append(pb_utils.Tensor("latents", latents.numpy()))
+    return pb_utils.InferenceResponse(tensors)
 
 
 class _Answer:
@@ -230,7 +260,9 @@ class _Answer:
             self._rows = 0
 
     def show(self, made: Made) -> None:
-        """A preview; there is more to come."""
+        """A preview, or without latents the step that is reached; there is more to come."""
+        if self._rows == 0:
+            return
         self._sender.send(_response(made))
         self._shown = made
 

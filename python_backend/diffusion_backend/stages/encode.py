@@ -1,4 +1,4 @@
-"""The encode stage: prompts and request parameters in, ``conditioning`` out."""
+"""The encode stage: prompts, an image and request parameters in, ``conditioning`` out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_backend.settings import resolve
+from diffusion_backend.errors import invalid
+from diffusion_backend.settings import Settings, resolve
 from diffusion_backend.stages import common
 
 # What Triton itself puts among a request's parameters.
@@ -15,17 +16,18 @@ _TRITON_PARAMETERS = ("id", "sequence_id", "sequence_start", "sequence_end", "pr
 
 
 class TritonPythonModel:
-    """Runs the text encoders. Each request of a batch is encoded by itself: exact, whatever its batch mates."""
+    """Runs the encoders. Each request of a batch is encoded by itself: exact, whatever its batch mates."""
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, loading, seams
+        from diffusion_backend import conditioning, input_image, loading, seams
         from diffusion_backend.encoder_cache import EncoderCache
         from diffusion_backend.stage_names import Stage
         from diffusion_backend.stages.metrics import CacheMetrics
         from diffusion_backend.tombstones import Tombstones
 
         self._conditioning, self._seams = conditioning, seams
+        self._read_image = input_image.read_image
         self._tombstones = Tombstones()
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
@@ -41,8 +43,25 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _check_sample(self, files: dict[str, bytes]) -> None:
-        texts = {name: common.text_sample(name, data) for name, data in files.items()}
-        resolve(self._config.limits, texts.get("prompt"), texts.get("negative_prompt"), {})
+        texts = {name: common.text_sample(name, data) for name, data in files.items() if name != "image"}
+        settings = resolve(self._config.limits, texts.get("prompt"), texts.get("negative_prompt"), {})
+        self._images(common.bytes_sample("image", files["image"]) if "image" in files else None, settings)
+
+    def _images(self, file: bytes | None, settings: Settings) -> dict[str, Any]:
+        """The images among the call's arguments.
+
+        Raises:
+            DiffusionError: INVALID_ARG, naming ``image``: it is missing, or no image that can be used.
+        """
+        if not self._config.limits.takes_image:
+            return {}
+        if file is None:
+            raise invalid(
+                "image",
+                "'image' is missing, and this model makes video of one; allowed: a PNG, JPEG or WebP file",
+                "missing",
+            )
+        return {"image": self._read_image(file, settings.width, settings.height)}
 
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils
@@ -57,6 +76,7 @@ class TritonPythonModel:
             blob = self._encode(
                 common.text_input(request, "prompt"),
                 common.text_input(request, "negative_prompt"),
+                common.bytes_input(request, "image"),
                 common.read_parameters(request),
             )
         except Exception as error:
@@ -66,7 +86,13 @@ class TritonPythonModel:
             [pb_utils.Tensor("conditioning", np.frombuffer(blob, np.uint8)[None])]
         )
 
-    def _encode(self, prompt: str | None, negative_prompt: str | None, parameters: dict[str, Any]) -> bytes:
+    def _encode(
+        self,
+        prompt: str | None,
+        negative_prompt: str | None,
+        image: bytes | None,
+        parameters: dict[str, Any],
+    ) -> bytes:
         started = time.perf_counter()
         limits = self._config.limits
         given = {
@@ -75,7 +101,10 @@ class TritonPythonModel:
             if name not in _TRITON_PARAMETERS and not name.startswith("triton_")
         }
         settings = resolve(limits, prompt, negative_prompt, given)
-        calls = self._seams.record(self._pipe, self._seams.call_arguments(self._pipe, limits, settings))
+        images = self._images(image, settings)
+        calls = self._seams.record(
+            self._pipe, self._seams.call_arguments(self._pipe, limits, settings, images)
+        )
         self._metrics.filled(self._cache.bytes)
         return self._conditioning.pack(
             self._conditioning.Conditioning(
@@ -83,5 +112,6 @@ class TritonPythonModel:
                 settings.model_dump(),
                 time.perf_counter() - started,
                 dtype=common.dtype_name(self._config.dtype),
+                images=images,
             )
         )

@@ -87,7 +87,7 @@ class DecodeMetrics:
         self._seconds = _Series(
             labels, "vae_decode_seconds", "one decode, of a batch where fast", "HISTOGRAM", buckets=_SECONDS
         )
-        self._pictures = _Series(labels, "vae_decode_pictures_total", "decoded pictures", "COUNTER")
+        self._pictures = _Series(labels, "vae_decode_pictures_total", "decoded pictures and clips", "COUNTER")
 
     def decoded(self, path: str, pictures: int, seconds: float) -> None:
         self._seconds.of(decode_path=path).observe(seconds)

@@ -1,0 +1,108 @@
+"""Image files of requests: what is made of them, and what is refused by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from diffusers.utils import load_image
+from diffusion_backend import input_image
+from diffusion_backend.errors import DiffusionError, Status
+from PIL import Image
+
+WIDTH, HEIGHT = 24, 12
+ORIENTATION = 0x0112
+
+
+def picture(mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def saved(image: Image.Image, file_format: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header speaks of so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("mode", "file_format"),
+    [
+        ("RGB", "PNG"),
+        ("RGBA", "PNG"),
+        ("LA", "PNG"),
+        ("P", "PNG"),
+        ("1", "PNG"),
+        ("L", "JPEG"),
+        ("CMYK", "JPEG"),
+        ("RGBA", "WEBP"),
+    ],
+)
+def test_it_is_what_diffusers_own_loader_makes(mode: str, file_format: str) -> None:
+    data = saved(picture(mode), file_format)
+    expected = load_image(Image.open(io.BytesIO(data)))
+    made = input_image.read_image(data, WIDTH, HEIGHT)
+    assert (made.mode, made.size) == ("RGB", (WIDTH, HEIGHT))
+    np.testing.assert_array_equal(np.asarray(made), np.asarray(expected))
+
+
+def test_sixteen_bits_are_scaled_not_cut_off() -> None:
+    grey = np.linspace(0, 65535, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16)
+    made = np.asarray(input_image.read_image(saved(Image.fromarray(grey), "PNG"), WIDTH, HEIGHT))
+    assert np.abs(made[..., 0] - grey / 257).max() <= 1
+
+
+def test_it_is_turned_as_its_exif_says() -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6  # to be turned by 90 degrees clockwise
+    made = input_image.read_image(saved(picture(), "PNG", exif=exif), HEIGHT, WIDTH)
+    np.testing.assert_array_equal(np.asarray(made), np.rot90(np.asarray(picture()), -1))
+
+
+def test_it_covers_the_size_and_is_cropped_about_its_centre() -> None:
+    thirds = np.zeros((30, 90, 3), np.uint8)
+    thirds[:, 30:60] = 255
+    made = np.asarray(input_image.read_image(saved(Image.fromarray(thirds), "PNG"), 60, 60))
+    assert made.shape == (60, 60, 3)
+    assert made[:, 8:-8].min() > 250, "only the middle third is left"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "words"),
+    [
+        (b"", "invalid_image", "no image file that can be read; allowed: PNG, JPEG, WebP"),
+        (b"GIF89a", "invalid_image", "no image file"),
+        (saved(picture(), "BMP"), "invalid_image", "no image file"),
+        (saved(picture(), "PNG")[:200], "invalid_image", "a PNG file that is damaged or cut short"),
+        (saved(picture(), "JPEG")[:-200], "invalid_image", "a JPEG file that is damaged or cut short"),
+        (saved(picture(), "WEBP")[:100], "invalid_image", "no image file|a WEBP file that is damaged"),
+        (bomb(9000, 9000), "image_too_large", "9000x9000 pixels; allowed: at most 64,000,000 pixels"),
+        (bomb(60000, 60000), "image_too_large", "allowed: at most 64,000,000 pixels"),
+        (bomb(1, 0), "invalid_image", "no image file|damaged"),
+    ],
+)
+def test_refusals_name_the_image(data: bytes, code: str, words: str) -> None:
+    with pytest.raises(DiffusionError, match=words) as caught:
+        input_image.read_image(data, WIDTH, HEIGHT)
+    error = caught.value
+    assert (error.param, error.code, error.status) == ("image", code, Status.INVALID_ARG)
+
+
+def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_image, "MAX_BYTES", 10)
+    with pytest.raises(DiffusionError, match=r"'image' has .* bytes; allowed: at most 10"):
+        input_image.read_image(saved(picture(), "PNG"), WIDTH, HEIGHT)
