@@ -7,10 +7,8 @@ and changes nothing beyond. Postgres refuses to run as root: then it runs as ``n
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +19,7 @@ import psycopg
 from diffusion_backend.processes import LaunchError, ManagedProcess, free_ports
 from sqlalchemy import make_url
 
+from tests.debian_packages import library_path, run, unpack
 from tests.running_server import ROOT
 
 URL_VARIABLE = "TEST_POSTGRES_URL"
@@ -92,43 +91,21 @@ def _find_programs() -> Path | None:
 
 
 def _unpack_packages() -> Path:
-    """Debian's packages, with the libraries that are missing here, unpacked."""
-    for needed in ("apt-get", "dpkg"):
-        if shutil.which(needed) is None:
-            raise LaunchError(f"there is no Postgres, and no {needed} to get one: {_ADVICE}")
-    staging = _UNPACKED.with_name("postgresql-staging")
-    shutil.rmtree(staging, ignore_errors=True)
-    packages = staging / "packages"
-    packages.mkdir(parents=True)
-    _run(["apt-get", "download", *_missing_packages()], packages)
-    for package in packages.glob("*.deb"):
-        _run(["dpkg", "-x", str(package), str(staging)], staging)
-    shutil.rmtree(packages)
-    programs = next(staging.glob(_PROGRAMS), None)
+    try:
+        unpack("postgresql", _UNPACKED)
+    except LaunchError as error:
+        raise LaunchError(f"there is no Postgres: {_ADVICE}; {error}") from None
+    programs = next(_UNPACKED.glob(_PROGRAMS), None)
     if programs is None:
         raise LaunchError(f"Debian's packages have no Postgres in {_PROGRAMS}: {_ADVICE}")
-    staging.rename(_UNPACKED)
-    return _UNPACKED / programs.relative_to(staging)
-
-
-def _missing_packages() -> list[str]:
-    # Printing takes no lock and changes nothing, so anybody may.
-    command = ["apt-get", "--print-uris", "--yes", "--no-install-recommends", "-o", "Debug::NoLocking=1"]
-    try:
-        listing = _run([*command, "install", "postgresql"], ROOT)
-    except LaunchError:
-        if os.geteuid() != 0:
-            raise
-        _run(["apt-get", "update"], ROOT)  # the lists of packages may have been removed, as in containers
-        listing = _run([*command, "install", "postgresql"], ROOT)
-    return re.findall(r"^'\S+' ([^_\s]+)_\S+\.deb ", listing, re.MULTILINE)
+    return programs
 
 
 def _make_reachable(programs: Path, folder: Path) -> Path:
     """A place from where ``nobody`` can run the programs; and ``folder`` is theirs."""
     shutil.chown(folder, "nobody")
     try:
-        _run([*_as_user(), "test", "-x", str(programs / "postgres")], Path("/"))
+        run([*_as_user(), "test", "-x", str(programs / "postgres")], Path("/"))
     except LaunchError:
         if not programs.is_relative_to(_UNPACKED):
             raise
@@ -138,11 +115,8 @@ def _make_reachable(programs: Path, folder: Path) -> Path:
 
 
 def _library_path(programs: Path) -> str:
-    """The folders of the libraries that were unpacked together with the programs."""
     root = programs.parents[4]  # of usr/lib/postgresql/VERSION/bin
-    if root == Path("/"):
-        return os.environ.get("LD_LIBRARY_PATH", "")
-    return ":".join(sorted({str(path.parent) for path in (root / "usr/lib").glob("*-linux-gnu/*.so*")}))
+    return os.environ.get("LD_LIBRARY_PATH", "") if root == Path("/") else library_path(root)
 
 
 def _create_cluster(programs: Path, folder: Path, password: str, environment: Mapping[str, str]) -> Path:
@@ -155,7 +129,7 @@ def _create_cluster(programs: Path, folder: Path, password: str, environment: Ma
     data = folder / "data"
     options = ("--username=postgres", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync")
     command = [str(programs / "initdb"), f"--pgdata={data}", f"--pwfile={password_file}", *options]
-    _run([*_as_user(), *command], Path("/"), environment)
+    run([*_as_user(), *command], Path("/"), environment)
     return data
 
 
@@ -177,20 +151,3 @@ def _wait(process: ManagedProcess, url: str) -> None:
             if time.monotonic() > deadline:
                 raise LaunchError(f"Postgres does not answer: {error}") from None
             time.sleep(0.05)
-
-
-def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        raise LaunchError(f"'{' '.join(command)}' failed: {_ADVICE}\n{done.stdout}")
-    return done.stdout

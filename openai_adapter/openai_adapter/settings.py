@@ -26,6 +26,9 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+# A name (internationalized ones in ASCII), an IPv4 address or an IPv6 address in brackets; perhaps a port.
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
 CommaSeparated = (NoDecode, BeforeValidator(_split))
 
 
@@ -76,6 +79,20 @@ class Settings(BaseSettings):
     cors_origins: Annotated[list[str], *CommaSeparated] = Field(
         default_factory=list, description="origins of web pages that may call; * for any"
     )
+    allowed_image_hosts: Annotated[list[str], *CommaSeparated] = Field(
+        default_factory=list,
+        description="hosts, or hosts:ports, whose http(s) URLs of images are fetched; empty: no URL is",
+    )
+    image_fetch_seconds: float = Field(10, gt=0, description="how long fetching an image may take")
+    max_image_bytes: int = Field(
+        20 * 2**20, gt=0, description="largest file of an image that is sent or fetched"
+    )
+    max_image_pixels: int = Field(
+        64_000_000,
+        gt=0,
+        le=89_000_000,  # beyond it Pillow warns, and at twice as many refuses by itself
+        description="most pixels of an image that is sent or fetched; decoding needs some 12 bytes for each",
+    )
     max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body")
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
     max_images_in_flight: int = Field(
@@ -110,6 +127,14 @@ class Settings(BaseSettings):
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an http(s) URL without query and fragment")
         return url.rstrip("/")
+
+    @field_validator("allowed_image_hosts")
+    @classmethod
+    def _check_allowed_image_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is not a HOST or HOST:PORT, as in a URL")
+        return hosts
 
     @field_validator("api_keys")
     @classmethod

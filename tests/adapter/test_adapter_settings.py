@@ -55,6 +55,10 @@ def test_other_hosts_need_keys_or_consent(host: str) -> None:
         {"api_keys": ["a", ""]},
         {"api_keys": ["schlüssel"]},
         {"trusted_proxies": "proxy"},
+        {"allowed_image_hosts": ["https://images.example"]},
+        {"allowed_image_hosts": ["images.example/pictures"]},
+        {"allowed_image_hosts": ["*"]},
+        {"max_image_pixels": 10**9},
         {"media_ttl_seconds": 0},
         {"port": 65536},
         {"nonsense": 1},
@@ -63,6 +67,12 @@ def test_other_hosts_need_keys_or_consent(host: str) -> None:
 def test_bad_values(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Settings.model_validate(bad)
+
+
+def test_hosts_of_images() -> None:
+    hosts = ["images.example", "127.0.0.1:8080", "[::1]:8080"]
+    assert Settings(allowed_image_hosts=hosts).allowed_image_hosts == hosts
+    assert Settings().allowed_image_hosts == []
 
 
 def test_media_store_url(tmp_path: Path) -> None:

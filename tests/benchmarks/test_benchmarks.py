@@ -119,6 +119,16 @@ def test_vae_traffic(tmp_path: Path) -> None:
         assert max(memory, compute) < figures[f"{name}_h200_roofline_ms"] < memory + compute
 
 
+def test_video_encoding(tmp_path: Path) -> None:
+    """A clip's memory is not that of its frames: twice as many need hardly more."""
+    figures = _figures("video_encoding", tmp_path / "figures.json")
+    for case in ("one", "one_twice_as_long", "all"):
+        names = ("before_mib", "peak_mib", "more_a_clip_mib", "seconds", "frames_per_second")
+        _assert_positive(figures, tuple(f"{case}_{name}" for name in names))
+    assert figures["clips"] == 8
+    assert figures["one_twice_as_long_more_a_clip_mib"] < figures["one_more_a_clip_mib"] + 5
+
+
 def test_the_benchmark_of_kernels() -> None:
     """It runs on a GPU alone: here its code does, on small tensors, in Triton's interpreter."""
     script = """if True:

@@ -20,6 +20,7 @@ from diffusion_backend.errors import DiffusionError
 from diffusion_backend.quality import Tier
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.stages.decoder import Decoder, is_worth_repeating
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend.stages.decoder import Decoder
         from diffusion_backend.tombstones import Tombstones
 
         self._tombstones = Tombstones()
@@ -127,7 +127,7 @@ class TritonPythonModel:
             with decoder.path(tier) as path:
                 return decoder.seams.run_vae(decoder.pipe, latents, settings.decode_arguments), path
         except Exception as error:
-            if not decoder.is_worth_repeating(error, tier):
+            if not is_worth_repeating(error, tier):
                 raise
             logger.warning("%s: the fast decoder failed, decoding losslessly: %s", request_id, error)
         return self._decode(request_id, latents, settings, Tier.LOSSLESS)

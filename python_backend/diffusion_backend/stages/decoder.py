@@ -16,6 +16,11 @@ from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings, parse_decode_settings
 
 
+def is_worth_repeating(error: Exception, tier: Tier) -> bool:
+    """Whether a decode that failed may pass losslessly: the fast decoder's dtype may be too narrow for it."""
+    return tier is Tier.FAST and not common.is_clients_fault(error)
+
+
 class Decoder:
     """The VAE of one process, with a fast decoder beside its own if that one can be had."""
 
@@ -50,10 +55,6 @@ class Decoder:
         """Of the decoder that is going to run, which need not be the one of the quality asked for."""
         tier = resolve_tier(settings.quality, self.config.limits.default_quality)
         return tier if self._has_fast_path else Tier.LOSSLESS
-
-    def is_worth_repeating(self, error: Exception, tier: Tier) -> bool:
-        """Whether a decode that failed may pass losslessly: the fast decoder's dtype may be too narrow for it."""
-        return tier is Tier.FAST and not common.is_clients_fault(error)
 
     @contextmanager
     def path(self, tier: Tier) -> Iterator[Tier]:

@@ -15,6 +15,7 @@ from diffusion_backend.quality import Tier
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_batches import Work, group
 from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.stages.decoder import Decoder, is_worth_repeating
 
 logger = logging.getLogger("diffusion_backend")
 
@@ -27,7 +28,6 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend.stages.decoder import Decoder
         from diffusion_backend.tombstones import Tombstones
 
         self._tombstones = Tombstones()
@@ -91,7 +91,7 @@ class TritonPythonModel:
         return [response for work in batch for response in self._answer([work])]  # whose fault it was
 
     def _recover(self, error: Exception, work: Work) -> list[Any]:
-        if not self._decoder.is_worth_repeating(error, work.tier):
+        if not is_worth_repeating(error, work.tier):
             return [self._failure(error, work)]
         logger.warning("%s: the fast decoder failed, decoding losslessly: %s", work.request_id, error)
         return self._answer([dataclasses.replace(work, tier=Tier.LOSSLESS)])

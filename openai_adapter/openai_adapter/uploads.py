@@ -1,0 +1,101 @@
+"""Uploaded image files to clean ones: whatever a client sends, the stages get a plain PNG.
+
+A file is what its bytes say, never what its name or content type does, and only the plugins of the allowed formats
+ever look at it. Pixels come out upright (EXIF) and as 8-bit RGB or RGBA; their values are taken as sRGB, as embedded
+profiles and all other metadata are dropped.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from diffusion_backend.errors import DiffusionError, invalid
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from openai_adapter.image_files import encode
+
+ALLOWED = "one PNG, JPEG or WebP picture"
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+# What turns a picture of that EXIF orientation upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def to_png(data: bytes, field: str, max_pixels: int) -> bytes:
+    """The picture in ``data`` as an RGB PNG file; where it is transparent, it lies on white.
+
+    Blocks for as long as decoding takes, and needs some 12 bytes of memory a pixel: call it in a worker thread.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``field`` and what is allowed.
+    """
+    return encode(np.asarray(_on_white(decode(data, field, max_pixels))), "png", 100)
+
+
+def decode(data: bytes, field: str, max_pixels: int) -> Image.Image:
+    """The picture in ``data``, upright, in mode RGB or, where its format has an alpha channel or colour, RGBA.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``field`` and what is allowed.
+    """
+    if not data:
+        raise _refuse(field, "is empty", "empty_file")
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_header(image, field, max_pixels)
+            image.load()
+            return _convert(image)
+    except (DiffusionError, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        raise _refuse(field, "is no picture of these formats", "unsupported_image_format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        # Pillow's own limit, which is beyond any of ours.
+        raise _refuse(field, f"has more than {max_pixels} pixels", "image_too_large") from None
+    except Exception as error:
+        # On damaged files Pillow's plugins raise nearly anything, such as SyntaxError and struct.error.
+        raise _refuse(field, f"is damaged ({type(error).__name__})", "invalid_image") from None
+
+
+def _check_header(image: Image.Image, field: str, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels:
+        size = f"{image.width}x{image.height}"
+        raise _refuse(field, f"is {size}, more than {max_pixels} pixels", "image_too_large")
+    # Phones put previews and depth maps behind the picture of a JPEG file (MPO): these are no animation.
+    frames = getattr(image, "n_frames", 1)
+    if frames != 1 and image.format != "MPO":
+        raise _refuse(field, f"is animated ({frames} frames)", "animated_image")
+
+
+def _convert(image: Image.Image) -> Image.Image:
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    if image.mode.startswith("I"):
+        # 16-bit grey. Pillow's own conversion clips it instead of scaling; a transparent grey is not looked for.
+        eight_bits = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
+        converted = Image.fromarray(eight_bits.astype(np.uint8)).convert("RGB")
+    else:
+        has_alpha = image.mode in _WITH_ALPHA or "transparency" in image.info
+        converted = image.convert("RGBA" if has_alpha else "RGB")
+    return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white
+
+
+def _refuse(field: str, what: str, code: str) -> DiffusionError:
+    return invalid(field, f"the file in '{field}' {what}; allowed: {ALLOWED}", code)
