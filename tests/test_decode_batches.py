@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from diffusion_backend.errors import invalid
 from diffusion_backend.quality import Tier
-from diffusion_backend.stages import vae_decode
 from diffusion_backend.stages.decode_batches import Work, group
 from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.stages.decoder import Decoder
 from diffusion_backend.stages.vae_decode import TritonPythonModel
 
 DEFAULT = 64 * 64
@@ -75,16 +75,13 @@ def test_a_failure_in_a_batch_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "these are bad" in second
 
 
-class Decoder:
-    """As much of a stage as deciding on a tier needs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_fast_path: bool, decode: Any) -> None:
-        self.model = TritonPythonModel()
-        limits = SimpleNamespace(default_quality=Tier.LOSSLESS)
-        monkeypatch.setattr(self.model, "_config", SimpleNamespace(limits=limits), raising=False)
-        monkeypatch.setattr(self.model, "_has_fast_path", has_fast_path, raising=False)
-        monkeypatch.setattr(self.model, "_check_latents", lambda *_: None)
-        monkeypatch.setattr(self.model, "_decode", decode)
+def decoder(monkeypatch: pytest.MonkeyPatch, *, has_fast_path: bool) -> Decoder:
+    """One that has loaded nothing."""
+    made = Decoder.__new__(Decoder)
+    limits = SimpleNamespace(default_quality=Tier.LOSSLESS)
+    monkeypatch.setattr(made, "config", SimpleNamespace(limits=limits), raising=False)
+    monkeypatch.setattr(made, "_has_fast_path", has_fast_path, raising=False)
+    return made
 
 
 @pytest.mark.parametrize(("has_fast_path", "batches"), [(True, [[0, 1]]), (False, [[0], [1]])])
@@ -92,12 +89,8 @@ def test_without_a_fast_path_nothing_is_batched(
     has_fast_path: bool, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs is the lossless decoder then, and lossless means alone."""
-    decoder = Decoder(monkeypatch, has_fast_path=has_fast_path, decode=None)
-    one = work(0)
-    monkeypatch.setattr(vae_decode.common, "text_input", lambda *_: one.settings.model_dump_json())
-    monkeypatch.setattr(vae_decode.common, "array_input", lambda *_: one.latents)
-    monkeypatch.setattr(vae_decode, "parse_decode_settings", lambda *_: one.settings)
-    assert indices([decoder.model._read(i, str(i), None) for i in range(2)], 8 * DEFAULT) == batches
+    tier = decoder(monkeypatch, has_fast_path=has_fast_path).tier(work(0).settings)
+    assert indices([work(0, tier), work(1, tier)], 8 * DEFAULT) == batches
 
 
 def test_what_the_fast_decoder_fails_at_is_decoded_losslessly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +102,8 @@ def test_what_the_fast_decoder_fails_at_is_decoded_losslessly(monkeypatch: pytes
             raise RuntimeError("not finite")
         return ["picture"]
 
-    decoder = Decoder(monkeypatch, has_fast_path=True, decode=decode)
-    assert decoder.model._answer([work(0)]) == ["picture"]
+    model = TritonPythonModel()
+    monkeypatch.setattr(model, "_decode", decode)
+    monkeypatch.setattr(model, "_decoder", SimpleNamespace(check_latents=lambda *_: None), raising=False)
+    assert model._answer([work(0)]) == ["picture"]
     assert tiers == [Tier.FAST, Tier.LOSSLESS]
