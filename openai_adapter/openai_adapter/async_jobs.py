@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -53,9 +53,12 @@ class AsyncJobs:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jobs")
 
     create = _in_thread(_store, JobStore.create)
+    find_by_key = _in_thread(_store, JobStore.find_by_key)
     get = _in_thread(_store, JobStore.get)
+    image_of = _in_thread(_store, JobStore.image_of)
     list_page = _in_thread(_store, JobStore.list_page)
     delete = _in_thread(_store, JobStore.delete)
+    read_image = _in_thread(_queue, JobQueue.read_image)
     heartbeat = _in_thread(_queue, JobQueue.heartbeat)
     report_progress = _in_thread(_queue, JobQueue.report_progress)
     complete = _in_thread(_queue, JobQueue.complete)
@@ -65,10 +68,16 @@ class AsyncJobs:
     _claim = _in_thread(_queue, JobQueue.claim)
 
     async def claim(
-        self, kind: str, worker: str, lease_seconds: float, *, job_id: str | None = None
+        self,
+        kind: str,
+        worker: str,
+        lease_seconds: float,
+        *,
+        job_id: str | None = None,
+        models: Collection[str] | None = None,
     ) -> Claim | None:
         """``JobQueue.claim``. A claim that is made while its caller is cancelled is given back."""
-        claiming = asyncio.create_task(self._claim(kind, worker, lease_seconds, job_id=job_id))
+        claiming = asyncio.create_task(self._claim(kind, worker, lease_seconds, job_id=job_id, models=models))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:

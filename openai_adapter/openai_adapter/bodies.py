@@ -1,4 +1,4 @@
-"""Read a JSON object from a request, strictly: what JSON readers disagree about is refused."""
+"""Read the fields of a request, strictly: what readers of JSON or of forms disagree about is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from diffusion_backend.errors import show
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
 
 MAX_DEPTH = 32  # parsing survives more, but not everything that later touches the value does
+MAX_FIELDS = 64
+_JSON = "application/json"
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _TOO_DEEP = f"the body is nested too deeply; allowed: {MAX_DEPTH} levels"
 
 
@@ -21,17 +26,12 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     Raises:
         ApiError: 415 for another content type, 400 for anything that is not one unambiguous JSON object.
     """
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(
-            415,
-            f"'content-type' is {show(content_type)}; allowed: 'application/json'",
-            code="unsupported_media_type",
-        )
+    if _media_type(request) != _JSON:
+        raise _unsupported(request, [_JSON])
     try:
         body = await request.body()
     except ClientDisconnect:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the body ended early", code="cancelled") from None
+        raise _ended_early() from None
     try:
         value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
@@ -47,6 +47,60 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     if _is_deeper(value, MAX_DEPTH):
         raise _invalid(_TOO_DEEP)
     return value
+
+
+async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
+    """The fields of a request whose body is a JSON object or a form.
+
+    Those of a form are texts, files (``UploadFile``), and for names such as ``a[b]`` objects of such. Who reads a file
+    does so before the request is answered. ``max_field_bytes``: of one that is a text.
+
+    Raises:
+        ApiError: as ``read_json_object``; 400 for a form that is none, or that has a field twice.
+    """
+    if _media_type(request) not in _FORMS:
+        if _media_type(request) != _JSON:
+            raise _unsupported(request, [_JSON, *_FORMS])
+        return await read_json_object(request)
+    try:
+        form = await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=max_field_bytes)
+    except ClientDisconnect:
+        raise _ended_early() from None
+    except HTTPException as error:
+        raise ApiError(400, f"the body is not a form: {error.detail}", code="invalid_form") from None
+    except (KeyError, ValueError):
+        raise ApiError(400, "the body is not a form", code="invalid_form") from None
+    fields: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        _put(fields, name, value)
+    return fields
+
+
+def _put(fields: dict[str, Any], name: str, value: str | UploadFile) -> None:
+    outer, bracket, inner = name.partition("[")
+    target, key = fields, name
+    if bracket and inner.endswith("]") and inner != "]":
+        target, key = fields.setdefault(outer, {}), inner[:-1]
+    if not isinstance(target, dict) or key in target:
+        raise ApiError(400, f"the body has {show(name)} twice", param=name, code="duplicate_field")
+    target[key] = value
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _unsupported(request: Request, allowed: Iterable[str]) -> ApiError:
+    return ApiError(
+        415,
+        f"'content-type' is {show(request.headers.get('content-type', ''))}; allowed: "
+        + ", ".join(f"'{media_type}'" for media_type in allowed),
+        code="unsupported_media_type",
+    )
+
+
+def _ended_early() -> ApiError:
+    return ApiError(CLIENT_CLOSED_REQUEST, "the body ended early", code="cancelled")
 
 
 def _is_deeper(value: object, depth: int) -> bool:

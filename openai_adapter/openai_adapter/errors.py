@@ -10,6 +10,7 @@ from http import HTTPStatus
 from diffusion_backend.errors import DiffusionError, Status, show
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -98,6 +99,8 @@ def explain(error: BaseException, request_id: str) -> ApiError:
         logger.warning("request %s outlasted the time for shutting down", request_id)
         return unavailable("the server is shutting down", "shutting_down")
     logger.error("request %s failed", request_id, exc_info=error)
+    if isinstance(error, SQLAlchemyError):
+        return unavailable("the database of jobs cannot be used now")
     return internal()
 
 

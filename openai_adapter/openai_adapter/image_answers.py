@@ -28,12 +28,20 @@ def content_of(picture: Picture) -> dict[str, str]:
 
 
 def build_answer(
-    model: str, plan: Plan, request: ImageRequest, pictures: list[Picture], contents: list[dict[str, str]]
+    model: str,
+    plan: Plan,
+    request: ImageRequest,
+    created_at: int,
+    pictures: list[Picture],
+    contents: list[dict[str, str]],
 ) -> dict[str, Any]:
-    """OpenAI's response object; ``model``, ``seed`` and the keys beside each file are ours."""
+    """OpenAI's response object; ``model``, ``seed`` and the keys beside each file are ours.
+
+    ``created_at``: in whole seconds since 1970.
+    """
     data = [{**content, **_facts(picture)} for content, picture in zip(contents, pictures, strict=True)]
     return {
-        "created": int(time.time()),
+        "created": created_at,
         "data": data,
         **_echo(model, plan, request),
         "seed": plan.settings.seed,

@@ -42,6 +42,13 @@ class Picture:
     preview: int | None = None
 
 
+async def collect(pictures: AsyncGenerator[Picture, None]) -> list[Picture]:
+    """All images of a request, in the order of their seeds; raises what making them does."""
+    async with aclosing(pictures):
+        images = [picture async for picture in pictures if picture.preview is None]
+    return sorted(images, key=lambda image: image.index)
+
+
 class ImageGenerator:
     """Makes the images of requests."""
 
@@ -52,12 +59,6 @@ class ImageGenerator:
         self._timeout = settings.request_timeout_seconds
         self._max_in_flight = settings.max_images_in_flight
         self._in_flight: Counter[str] = Counter()
-
-    async def generate(self, model: str, plan: Plan, request: ImageRequest) -> list[Picture]:
-        """All images of a request, in the order of their seeds; raises what ``stream`` does."""
-        async with aclosing(self.stream(model, plan, request)) as pictures:
-            images = [picture async for picture in pictures if picture.preview is None]
-        return sorted(images, key=lambda image: image.index)
 
     async def stream(self, model: str, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
         """The pictures of a request as they are made: of each image its previews, then itself.

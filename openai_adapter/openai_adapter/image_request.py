@@ -1,20 +1,21 @@
 """What ``POST /v1/images/generations`` takes: every field is honoured, or refused by name.
 
-The description of a field is what the error about it says is allowed. The rules for prompt, size, quality,
-seed, steps and guidance belong to ``diffusion_backend.settings``, which the stages go by too; a model is
-needed for most.
+The rules for prompt, size, quality, seed, steps and guidance belong to ``diffusion_backend.settings``, which the
+stages go by too; a model is needed for most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from diffusion_backend import quality, settings
-from diffusion_backend.errors import invalid, show
+from diffusion_backend.errors import invalid
 from diffusion_backend.settings import Settings
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+
+from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
 
 _GIF_ONLY = "it belongs to output_format 'gif', which is not supported"
 REFUSED = {
@@ -28,18 +29,8 @@ REFUSED = {
 }
 
 
-def _encodable(text: str) -> str:
-    text.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class ImageRequest(BaseModel):
-    """The body of a request for images, with ``null`` and absent fields filled with their defaults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class ImageRequest(Fields):
+    """The body of a request for images."""
 
     prompt: Any = Field(
         json_schema_extra={"type": "string", "maxLength": settings.MAX_PROMPT_CHARACTERS},
@@ -111,16 +102,11 @@ def parse(body: Mapping[str, Any]) -> ImageRequest:
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    given = _unwrap(body)
-    for name in given:
-        if name in REFUSED:
-            raise invalid(name, f"'{name}' is not supported: {REFUSED[name]}", "unsupported_parameter")
-        if name not in ImageRequest.model_fields:
-            allowed = ", ".join(ImageRequest.model_fields)
-            raise invalid(name, f"{show(name)} is not a known field; allowed: {allowed}", "unknown_parameter")
+    given = unwrap(body)
+    check_names(ImageRequest, given, REFUSED)
     settings.check_prompt(given.get("prompt"))
     quality.resolve_tier(given.get("quality"), quality.Tier.LOSSLESS)
-    request = _validate(given)
+    request = validate(ImageRequest, given)
     _check_stream(request)
     if request.output_format == "png" and request.output_compression != 100:
         raise invalid(
@@ -176,35 +162,3 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
             f"allowed: integers from 0 to {largest}",
         )
     return Plan(resolved, request.n)
-
-
-def _unwrap(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a literal ``extra_body`` (as people write it in curl) and drop nulls, which mean "not given"."""
-    given = {name: value for name, value in body.items() if value is not None}
-    extra = given.pop("extra_body", {})
-    if not isinstance(extra, dict):
-        raise invalid("extra_body", f"'extra_body' is {show(extra)}; allowed: an object of fields")
-    for name, value in extra.items():
-        if value is None:
-            continue
-        if name in given and not _same(given[name], value):
-            raise invalid(
-                name,
-                f"{show(name)} is {show(given[name])}, and {show(value)} in 'extra_body'; allowed: one value",
-                "conflicting_values",
-            )
-        given[name] = value
-    return given
-
-
-def _same(one: object, other: object) -> bool:
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _validate(given: Mapping[str, Any]) -> ImageRequest:
-    try:
-        return ImageRequest.model_validate(given)
-    except ValidationError as error:
-        name = str(error.errors(include_url=False)[0]["loc"][0])
-        allowed = ImageRequest.model_fields[name].description
-        raise invalid(name, f"'{name}' is {show(given[name])}; allowed: {allowed}") from None

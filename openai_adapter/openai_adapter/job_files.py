@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from openai_adapter.job_queue import Claim
 from openai_adapter.job_table import FileEntry
 
-_PART = re.compile(r"[a-z]+\.[a-z0-9]+")
+_PART = re.compile(r"[a-z]+[0-9]*\.[a-z0-9]+")
 _NAME = re.compile(rf"(?P<job>[a-z]+_[0-9a-f]{{32}})\.(?P<token>[0-9]{{1,18}})\.{_PART.pattern}(\.tmp)?")
 _UNFINISHED = ".tmp"
 

@@ -7,7 +7,7 @@ that was thought lost can run twice, but one attempt alone publishes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +43,17 @@ class JobQueue:
         self.ttl = ttl
 
     def claim(
-        self, kind: str, worker: str, lease_seconds: float, *, job_id: str | None = None
+        self,
+        kind: str,
+        worker: str,
+        lease_seconds: float,
+        *,
+        job_id: str | None = None,
+        models: Collection[str] | None = None,
     ) -> Claim | None:
         """The oldest job that nobody works on, or that one; None when there is none.
 
-        ``worker`` names the claimant, for operators to read.
+        ``worker`` names the claimant, for operators to read. With ``models``, only a job of one of them.
         """
         with self._database.writing() as session:
             now = read_clock(session)
@@ -55,6 +61,8 @@ class JobQueue:
             query = select(Job).where(Job.kind == kind, is_free(now), Job.attempts < Job.max_attempts)
             if job_id is not None:
                 query = query.where(Job.id == job_id)
+            if models is not None:
+                query = query.where(Job.model.in_(models))
             query = query.order_by(Job.sequence).limit(1).with_for_update(skip_locked=True)
             job = session.scalar(query)
             if job is None:
@@ -66,6 +74,19 @@ class JobQueue:
             job.heartbeat_at = now
             job.lease_until = now + lease_seconds
         return Claim(job, job.token, lease_seconds)
+
+    def read_image(self, claim: Claim) -> bytes | None:
+        """The image that came with the job, if any.
+
+        Raises:
+            LeaseLostError: somebody else has the job, or it was deleted.
+        """
+        with self._database.reading() as session:
+            query = select(Job.image).where(Job.id == claim.job.id, Job.token == claim.token, EXISTS)
+            row = session.execute(query).one_or_none()
+        if row is None:
+            raise LeaseLostError(claim.job.id)
+        return row[0]
 
     def heartbeat(self, claim: Claim) -> None:
         """Renew the lease.
@@ -125,18 +146,20 @@ class JobQueue:
             _fail(job, code, message, read_clock(session), self.ttl)
         return job
 
-    def release(self, claim: Claim, *, counts: bool) -> None:
+    def release(self, claim: Claim, *, counts: bool, delay: float = 0.0) -> None:
         """Give the job back to the queue, at its old place. ``counts``: whether this was an attempt at it.
 
         It was one if the work failed in a way that need not happen again; it was none if the worker had to stop.
+        Nobody gets it before ``delay`` seconds are over.
 
         Raises:
             LeaseLostError: somebody else has the job, or it was deleted.
         """
-        with self._hold(claim) as (job, _):
+        with self._hold(claim) as (job, now):
             job.status = JobStatus.QUEUED
             job.attempts -= not counts
-            job.worker = job.lease_until = job.heartbeat_at = None
+            job.worker = job.heartbeat_at = None
+            job.lease_until = now + delay if delay else None
 
     def fail_exhausted(self) -> int:
         """End the jobs, of any kind, whose attempts have all been lost; returns how many."""

@@ -29,10 +29,21 @@ _KEY = re.compile(r"[!-~]{1,255}")
 
 @dataclass(frozen=True)
 class Idempotency:
-    """A client's ``Idempotency-Key``, and a digest of what the request with it asks for."""
+    """A client's ``Idempotency-Key``, and a digest of what the request with it asks for.
+
+    Raises:
+        DiffusionError: INVALID_ARG, the key is not visible ASCII of at most 255 characters.
+    """
 
     key: str
     body_digest: str
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.key):
+            raise invalid(
+                "Idempotency-Key",
+                f"'Idempotency-Key' is {show(self.key)}; allowed: 1 to 255 visible ASCII characters",
+            )
 
 
 @dataclass(frozen=True)
@@ -40,15 +51,18 @@ class NewJob:
     """A job to create.
 
     ``caller`` is whose it is, a digest of the API key: jobs and idempotency keys of one caller don't exist for others.
-    ``max_attempts``: how often work on it may begin.
+    ``image`` is a file that the work needs. ``max_attempts``: how often work on it may begin. ``ttl``: after how many
+    seconds it is removed though nobody has finished it; None for never.
     """
 
     kind: str
     caller: str
     model: str
     request: Mapping[str, Any]
+    image: bytes | None = None
     idempotency: Idempotency | None = None
     max_attempts: int = MAX_ATTEMPTS
+    ttl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,20 +95,22 @@ class JobStore:
         """Put a job at the end of the queue, or find the one that the same request has made already.
 
         Raises:
-            DiffusionError: INVALID_ARG, the idempotency key is not visible ASCII of at most 255 characters.
             IdempotencyConflictError: the key was used for a request with another body.
         """
-        key = new.idempotency.key if new.idempotency else None
-        if key is not None and not _KEY.fullmatch(key):
-            raise invalid(
-                "Idempotency-Key",
-                f"'Idempotency-Key' is {show(key)}; allowed: 1 to 255 visible ASCII characters",
-            )
         # One at a time, so that jobs appear in the order of their sequence, and a key is used once.
         with self._database.writing(Lock.CREATE) as session:
-            if new.idempotency and (known := _find_by_key(session, new, new.idempotency)):
+            if new.idempotency and (known := _find_by_key(session, new.kind, new.caller, new.idempotency)):
                 return Created(known, is_new=False)
             return Created(_insert(session, new), is_new=True)
+
+    def find_by_key(self, kind: str, caller: str, idempotency: Idempotency) -> Job | None:
+        """The job that the same request has made already.
+
+        Raises:
+            IdempotencyConflictError: the key was used for a request with another body.
+        """
+        with self._database.reading() as session:
+            return _find_by_key(session, kind, caller, idempotency)
 
     def get(self, kind: str, caller: str, job_id: str) -> Job | None:
         """The job, or None where there is none of the caller's (any more)."""
@@ -102,6 +118,13 @@ class JobStore:
             return None
         with self._database.reading() as session:
             return session.scalar(select(Job).where(_identify(kind, caller, job_id)))
+
+    def image_of(self, kind: str, caller: str, job_id: str) -> bytes | None:
+        """The image that came with the caller's job, if any."""
+        if not _is_id(job_id):
+            return None
+        with self._database.reading() as session:
+            return session.scalar(select(Job.image).where(_identify(kind, caller, job_id)))
 
     def list_page(
         self,
@@ -137,11 +160,9 @@ class JobStore:
             return Deletion(was_running, bury(job, read_clock(session)))
 
 
-def _find_by_key(session: Session, new: NewJob, idempotency: Idempotency) -> Job | None:
+def _find_by_key(session: Session, kind: str, caller: str, idempotency: Idempotency) -> Job | None:
     known = session.scalar(
-        select(Job).where(
-            Job.kind == new.kind, Job.caller == new.caller, Job.idempotency_key == idempotency.key
-        )
+        select(Job).where(Job.kind == kind, Job.caller == caller, Job.idempotency_key == idempotency.key)
     )
     if known is not None and known.body_digest != idempotency.body_digest:
         raise IdempotencyConflictError(f"{show(idempotency.key)} was used for a request with another body")
@@ -149,6 +170,7 @@ def _find_by_key(session: Session, new: NewJob, idempotency: Idempotency) -> Job
 
 
 def _insert(session: Session, new: NewJob) -> Job:
+    now = read_clock(session)
     values = {
         "id": f"{new.kind}_{secrets.token_hex(16)}",
         "kind": new.kind,
@@ -156,7 +178,9 @@ def _insert(session: Session, new: NewJob) -> Job:
         "status": JobStatus.QUEUED,
         "model": new.model,
         "request": dict(new.request),
-        "created_at": read_clock(session),
+        "image": new.image,
+        "created_at": now,
+        "expires_at": None if new.ttl is None else now + new.ttl,
         "max_attempts": new.max_attempts,
         "idempotency_key": new.idempotency.key if new.idempotency else None,
         "body_digest": new.idempotency.body_digest if new.idempotency else None,

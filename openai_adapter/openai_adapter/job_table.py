@@ -13,6 +13,7 @@ from sqlalchemy import (
     Enum,
     Index,
     Integer,
+    LargeBinary,
     String,
     and_,
     or_,
@@ -68,6 +69,8 @@ class Job(Base):
     model: Mapped[str] = mapped_column(String(255))
     # JSON, not JSONB: a prompt may have any character, and JSONB refuses U+0000.
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    # The image that came with it, if any: read by itself, as it is large.
+    image: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     progress: Mapped[int] = mapped_column(Integer, default=0)
     created_at: Mapped[float]
     completed_at: Mapped[float | None]  # or failed
@@ -84,7 +87,7 @@ class Job(Base):
     # The fencing token: a higher one for each attempt, so that an earlier attempt's writes are known and refused.
     token: Mapped[int] = mapped_column(Integer, default=0)
     worker: Mapped[str | None] = mapped_column(String(255))
-    lease_until: Mapped[float | None]
+    lease_until: Mapped[float | None]  # of a queued job: when it may be tried again
     heartbeat_at: Mapped[float | None]
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     body_digest: Mapped[str | None] = mapped_column(String(64))
@@ -115,7 +118,7 @@ _index("jobs_buried", Job.deleted_at, where=Job.deleted_at.is_not(None))
 
 def is_free(now: float) -> ColumnElement[bool]:
     """The condition that nobody works on an unfinished job."""
-    return and_(UNFINISHED, or_(Job.status == JobStatus.QUEUED, Job.lease_until < now))
+    return and_(UNFINISHED, or_(Job.lease_until.is_(None), Job.lease_until < now))
 
 
 def bury(job: Job, now: float) -> list[str]:
@@ -128,6 +131,7 @@ def bury(job: Job, now: float) -> list[str]:
     job.token += 1
     job.model = ""
     job.request = {}
+    job.image = None
     job.files = {}
     job.file_bytes = 0
     job.result = job.error_code = job.error_message = None

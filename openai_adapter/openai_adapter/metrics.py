@@ -51,6 +51,19 @@ class Metrics:
             ["model", "quality", "decode_path"],
             registry=self.registry,
         )
+        self.videos = Counter(
+            "openai_adapter_videos",
+            "Generated videos.",
+            ["model", "quality", "decode_path"],
+            registry=self.registry,
+        )
+        self.jobs = Counter(
+            "openai_adapter_jobs",
+            "Attempts at jobs that ended here: completed, failed, retried (it will be tried again), or lost (the job "
+            "was deleted, or taken over).",
+            ["kind", "outcome"],
+            registry=self.registry,
+        )
         self.previews = Counter(
             "openai_adapter_previews", "Previews sent in streams.", ["model"], registry=self.registry
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +28,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _OPEN_PATHS = ("/health", "/health/live", "/health/serving")
 _OPEN_PREFIX = "/v1/media/"
+_UPLOADING_PATHS = ("/v1/videos",)  # where a body may hold an image
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _DRAIN_FACTOR = 16
 
@@ -124,15 +127,20 @@ class Failures(HttpMiddleware):
 
 
 class ApiKeys(HttpMiddleware):
-    """Bearer keys for everything but health and media files; ``is_stranger`` in the state says who has none."""
+    """Bearer keys for everything but health and media files.
+
+    ``is_stranger`` in the state says who has none, and ``caller`` who it is: a digest of the key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         super().__init__(app)
         self.keys = [key.encode() for key in keys]
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_allowed = self._is_allowed(Headers(scope=scope))
+        token = _bearer_token(Headers(scope=scope))
+        is_allowed = self._is_allowed(token)
         scope["state"]["is_stranger"] = not is_allowed
+        scope["state"]["caller"] = hashlib.sha256(token).hexdigest() if is_allowed else ""
         if is_allowed or self._is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
@@ -148,30 +156,40 @@ class ApiKeys(HttpMiddleware):
     def _is_open(path: str) -> bool:
         return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
-    def _is_allowed(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip().encode()
+    def _is_allowed(self, token: bytes) -> bool:
         # A list, not a generator: every key is compared, so the time does not tell which one matched.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any([hmac.compare_digest(token, key) for key in self.keys])
+
+
+def _bearer_token(headers: Headers) -> bytes:
+    """Empty where there is none, and so is no key."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip().encode() if scheme.lower() == "bearer" else b""
+
+
+def caller_of(request: Request) -> str:
+    """Whose the jobs of a request are: of everybody, where no keys are needed."""
+    return str(getattr(request.state, "caller", ""))
 
 
 class BodyLimit(HttpMiddleware):
-    """413 for a body of more than ``limit`` bytes, announced or sent in chunks."""
+    """413 for a body that is larger than its path's limit in bytes, announced or sent in chunks."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, uploads_limit: int) -> None:
         super().__init__(app)
         self.limit = limit
+        self.uploads_limit = uploads_limit
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self.uploads_limit if scope["path"] in _UPLOADING_PATHS else self.limit
         announced = Headers(scope=scope).get("content-length", "0")
         if not _LENGTH.fullmatch(announced):
             invalid = ApiError(400, "'content-length' is not a number", code="invalid_request")
             await invalid.to_response()(scope, receive, send)
             return
-        if int(announced) > self.limit:
-            await self._drain(receive)
-            await self._too_large().to_response()(scope, receive, send)
+        if int(announced) > limit:
+            await self._drain(receive, limit)
+            await self._too_large(limit).to_response()(scope, receive, send)
             return
         read = 0
 
@@ -179,24 +197,26 @@ class BodyLimit(HttpMiddleware):
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self.limit:
-                await self._drain(receive)
-                raise self._too_large()
+            if read > limit:
+                await self._drain(receive, limit)
+                raise self._too_large(limit)
             return message
 
         await self.app(scope, receive_within_limit, send)
 
-    def _too_large(self) -> ApiError:
+    @staticmethod
+    def _too_large(limit: int) -> ApiError:
         return ApiError(
             413,
-            f"the body is too large; allowed: {self.limit} bytes",
+            f"the body is too large; allowed: {limit} bytes",
             code="content_too_large",
             headers={"Connection": "close"},
         )
 
-    async def _drain(self, receive: Receive) -> None:
+    @staticmethod
+    async def _drain(receive: Receive, limit: int) -> None:
         """Throw away the rest: closing while a client still sends would lose it the answer."""
-        left = self.limit * _DRAIN_FACTOR
+        left = limit * _DRAIN_FACTOR
         while left > 0:
             message = await receive()
             left -= len(message.get("body", b""))

@@ -1,7 +1,7 @@
 """What becomes of a generation whose work was lost because a process of the model server died.
 
 The work is done once more when the model is well again: a generation has a seed and no other effect than its
-picture. There is one second attempt; a request that brings its process down each time must not do so for ever.
+result. There is one second attempt; a request that brings its process down each time must not do so for ever.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from diffusion_backend.client import Generation
 from diffusion_backend.errors import DiffusionError, Status
 
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
@@ -27,7 +26,8 @@ RECOVERY_SECONDS = 120.0  # how long a request is held while the model is healed
 NOTICE_SECONDS = 1.0  # after a loss, an earlier word that the model is well says nothing
 _LOOK_SECONDS = 0.2
 
-Attempt = Callable[[], Coroutine[Any, Any, Generation]]
+T = TypeVar("T")
+Attempt = Callable[[], Coroutine[Any, Any, T]]
 
 
 class Recovery:
@@ -38,13 +38,13 @@ class Recovery:
         self._registry = registry
         self._metrics = metrics
 
-    async def run(self, model: str, attempt: Attempt) -> Generation:
-        """The generation that ``attempt`` makes, on ``model``.
+    async def run(self, model: str, attempt: Attempt[T]) -> T:
+        """What ``attempt`` makes, on ``model``.
 
         Raises:
             DiffusionError: what Triton said of it. ApiError: 503, its work was lost; 404, the model was unloaded.
         """
-        attempts: list[asyncio.Task[Generation]] = []
+        attempts: list[asyncio.Task[T]] = []
         try:
             for number in range(ATTEMPTS):
                 if number:
@@ -54,11 +54,11 @@ class Recovery:
                         return made
                 loss = self._registry.loss(model)
                 attempts.append(asyncio.create_task(attempt()))
-                generation = await _first_result(attempts, loss)
-                if generation is not None:
+                made = await _first_result(attempts, loss)
+                if made is not None:
                     if number:
                         self._metrics.interruptions.labels("recovered").inc()
-                    return generation
+                    return made
                 logger.warning("the model server lost a generation on %s", model)
                 self._metrics.upstream_errors.labels(Status.UNAVAILABLE).inc()
         finally:
@@ -68,7 +68,7 @@ class Recovery:
         # It may be this request that brings the process down, and batch mates with it.
         raise self._interrupted(DO_NOT_RETRY)
 
-    async def _wait_until_well(self, model: str, attempts: list[asyncio.Task[Generation]]) -> None:
+    async def _wait_until_well(self, model: str, attempts: list[asyncio.Task[T]]) -> None:
         """Until another attempt is worth it, or an earlier one has made the picture after all."""
         moment = time.monotonic() + NOTICE_SECONDS
         try:
@@ -81,14 +81,12 @@ class Recovery:
 
     def _interrupted(self, headers: Mapping[str, str]) -> ApiError:
         self._metrics.interruptions.labels("failed").inc()
-        error = unavailable(
-            "the model server lost a process while it made this picture", "generation_interrupted"
-        )
+        error = unavailable("the model server lost a process while it made this", "generation_interrupted")
         error.headers.update(headers)
         return error
 
 
-def _made(attempts: list[asyncio.Task[Generation]]) -> Generation | None:
+def _made(attempts: list[asyncio.Task[T]]) -> T | None:
     """What an attempt made that was thought lost: its stage was past the process that died."""
     for task in attempts:
         if task.done() and not task.cancelled() and task.exception() is None:
@@ -96,7 +94,7 @@ def _made(attempts: list[asyncio.Task[Generation]]) -> Generation | None:
     return None
 
 
-async def _first_result(attempts: list[asyncio.Task[Generation]], loss: asyncio.Event) -> Generation | None:
+async def _first_result(attempts: list[asyncio.Task[T]], loss: asyncio.Event) -> T | None:
     """The first generation that is done; None when every attempt is interrupted, or may be because of ``loss``.
 
     An attempt whose process died need not end: what ran in a dead denoise process is never answered. One that ran

@@ -66,6 +66,26 @@ class Settings(BaseSettings):
     media_ttl_seconds: float = Field(
         3600, gt=0, le=10 * 365 * 86400, description="how long a generated file can be fetched"
     )
+    database_url: SecretStr | None = Field(
+        None,
+        description="database of jobs, sqlite:///FILE or postgresql://...; default: jobs.sqlite3 in data_dir",
+    )
+    job_files_url: str | None = Field(
+        None, description="fsspec URL of the store of jobs' files; default: the folder jobs in data_dir"
+    )
+    job_ttl_seconds: float = Field(
+        86400, gt=0, le=10 * 365 * 86400, description="how long a finished job and its files are kept"
+    )
+    job_max_bytes: int | None = Field(
+        None, gt=0, description="most bytes of all jobs' files; beyond that, the oldest jobs are removed"
+    )
+    max_videos_in_flight: int = Field(
+        2, gt=0, description="videos that this adapter has made at the same time; the others wait"
+    )
+    max_unfinished_videos: int = Field(
+        1000, gt=0, description="videos that wait or are made, in all adapters; beyond that, none is accepted"
+    )
+    video_timeout_seconds: float = Field(3600, gt=0, description="longest work on one video")
     public_url: str | None = Field(
         None, description="what this server is called from outside, for the URLs of files"
     )
@@ -93,7 +113,7 @@ class Settings(BaseSettings):
         le=89_000_000,  # beyond it Pillow warns, and at twice as many refuses by itself
         description="most pixels of an image that is sent or fetched; decoding needs some 12 bytes for each",
     )
-    max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body")
+    max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body, without the image in it")
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
     max_images_in_flight: int = Field(
         64,
@@ -153,6 +173,23 @@ class Settings(BaseSettings):
                 "OPENAI_ADAPTER_ALLOW_ANONYMOUS=true if everyone who can reach this address may use it"
             )
         return self
+
+    @property
+    def max_base64_bytes(self) -> int:
+        """Of an image within a body."""
+        return -(-self.max_image_bytes // 3) * 4
+
+    @property
+    def job_database_url(self) -> str:
+        """The URL of the database of jobs, with its password."""
+        if self.database_url is not None:
+            return self.database_url.get_secret_value()
+        return f"sqlite:///{self.data_dir.absolute() / 'jobs.sqlite3'}"
+
+    @property
+    def job_store_url(self) -> str:
+        """The fsspec URL of the store of jobs' files."""
+        return self.job_files_url or f"file://{self.data_dir.absolute() / 'jobs'}"
 
     @property
     def media_store_url(self) -> str:

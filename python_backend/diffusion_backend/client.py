@@ -70,6 +70,7 @@ _GRPC_ERRORS = {
 
 
 _PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+_MOST_UNREAD = 4  # answers; for more, such as slices of a clip, the server waits
 _DRAIN_SECONDS = 30.0  # that a cancelled request gets to end
 
 
@@ -148,6 +149,24 @@ def to_generation(result: triton_grpc.InferResult) -> Generation:
     )
 
 
+def check_slice(part: Generation, count: int) -> None:
+    """``part`` is the next slice of a clip, of which ``count`` frames have come.
+
+    Raises:
+        DiffusionError: INTERNAL, it is not.
+    """
+    start, stop, total = (
+        part.info["frame_index"],
+        part.info["frame_index"] + len(part.frames),
+        part.info["num_frames"],
+    )
+    if start != count or stop > total or (stop == total) != part.info["is_final"]:
+        raise DiffusionError(
+            f"the server sent frames {start} to {stop} of {total} after {count} of them",
+            code="slices_out_of_order",
+        )
+
+
 class _Clip:
     """The slices of a clip as they come, put into one array."""
 
@@ -161,15 +180,9 @@ class _Clip:
         Raises:
             DiffusionError: INTERNAL, it is not the next one.
         """
-        start, stop = part.info["frame_index"], part.info["frame_index"] + len(part.frames)
-        is_last = stop == len(self.frames)
-        if start != self._count or stop > len(self.frames) or is_last != part.info["is_final"]:
-            raise DiffusionError(
-                f"the server sent frames {start} to {stop} of {len(self.frames)} after {self._count} of them",
-                code="slices_out_of_order",
-            )
-        self.frames[start:stop] = part.frames
-        self._count = stop
+        check_slice(part, self._count)
+        self.frames[self._count : self._count + len(part.frames)] = part.frames
+        self._count += len(part.frames)
 
 
 def to_error(error: Exception) -> DiffusionError:
@@ -232,6 +245,7 @@ class _Exchange:
         self._cancel = cancel
         self._over = asyncio.Event()
         self._left = asyncio.Event()
+        self._room = asyncio.Event()
         self._answers: asyncio.Queue[triton_grpc.InferResult | Exception | None] = asyncio.Queue()
         self._call = stub.ModelStreamInfer(self._requests())
         self.reading = asyncio.create_task(self._read())
@@ -245,6 +259,7 @@ class _Exchange:
                 answer = await self._answers.get()
         except TimeoutError:
             raise _too_late(self._timeout) from None
+        self._room.set()
         if answer is None:
             raise StopAsyncIteration
         if isinstance(answer, Exception):
@@ -254,6 +269,7 @@ class _Exchange:
     def leave(self) -> None:
         """Nobody waits any more: what still runs is cancelled."""
         self._left.set()
+        self._room.set()
 
     async def _requests(self) -> AsyncIterator[service_pb2.ModelInferRequest]:
         yield self._request
@@ -269,6 +285,13 @@ class _Exchange:
         if not self._over.is_set():
             self._call.cancel()
 
+    async def _hand_on(self, answer: triton_grpc.InferResult) -> None:
+        """Put it where it is waited for, and wait while much else is there unread."""
+        self._answers.put_nowait(answer)
+        if self._answers.qsize() >= _MOST_UNREAD and not self._left.is_set():
+            self._room.clear()
+            await self._room.wait()
+
     async def _read(self) -> None:
         try:
             async for response in self._call:
@@ -278,7 +301,7 @@ class _Exchange:
                     self._over.set()
                 elif answer.id == self._request.id:
                     if answer.outputs:
-                        self._answers.put_nowait(triton_grpc.InferResult(answer))
+                        await self._hand_on(triton_grpc.InferResult(answer))
                     if answer.parameters["triton_final_response"].bool_param:
                         self._over.set()
         except grpc.RpcError as error:

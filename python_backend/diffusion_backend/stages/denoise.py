@@ -63,6 +63,7 @@ class TritonPythonModel:
                 "batching": batching,
                 "no_previews": self._no_previews,
                 "no_trajectory": self._no_trajectory,
+                "no_progress": self._no_progress,
             }
         )
 

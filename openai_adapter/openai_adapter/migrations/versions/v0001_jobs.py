@@ -20,6 +20,7 @@ def upgrade() -> None:
         sa.Column("status", sa.String(16), nullable=False),
         sa.Column("model", sa.String(255), nullable=False),
         sa.Column("request", sa.JSON(), nullable=False),
+        sa.Column("image", sa.LargeBinary()),
         sa.Column("progress", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("completed_at", sa.Double()),

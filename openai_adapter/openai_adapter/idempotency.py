@@ -1,0 +1,82 @@
+"""``Idempotency-Key``: the same request, sent again with the same key, is worked on once.
+
+https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+from openai_adapter.async_jobs import AsyncJobs
+from openai_adapter.errors import DO_NOT_RETRY, ApiError
+from openai_adapter.job_store import Created, Idempotency, IdempotencyConflictError, NewJob
+from openai_adapter.job_table import Job
+
+_HEADER = "idempotency-key"
+
+
+def read_idempotency(
+    request: Request, fields: Mapping[str, Any], image: bytes | None = None
+) -> Idempotency | None:
+    """The key that ``request`` brings, if any, with a digest of its path and of all that its body asks for.
+
+    ``fields`` are those of the body, without the ``image`` in it.
+
+    Raises:
+        DiffusionError: INVALID_ARG, the key is not visible ASCII of at most 255 characters.
+        ApiError: 400, there are several keys.
+    """
+    keys = request.headers.getlist(_HEADER)
+    if not keys:
+        return None
+    if len(keys) > 1:
+        raise ApiError(
+            400,
+            f"'Idempotency-Key' comes {len(keys)} times; allowed: once",
+            param="Idempotency-Key",
+            code="invalid_value",
+        )
+    digest = hashlib.sha256()
+    for part in (request.url.path.encode(), json.dumps(fields, sort_keys=True).encode(), image or b""):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return Idempotency(keys[0], digest.hexdigest())
+
+
+async def create_job(jobs: AsyncJobs, new: NewJob) -> Created:
+    """A new job, or the one that the same request has made.
+
+    Raises:
+        ApiError: 409, the key was used for another body.
+    """
+    try:
+        return await jobs.create(new)
+    except IdempotencyConflictError as error:
+        raise _to_api_error(error) from None
+
+
+async def find_job(jobs: AsyncJobs, kind: str, caller: str, idempotency: Idempotency | None) -> Job | None:
+    """The job that the same request has made already, if any.
+
+    Raises:
+        ApiError: 409, the key was used for another body.
+    """
+    try:
+        return await jobs.find_by_key(kind, caller, idempotency) if idempotency else None
+    except IdempotencyConflictError as error:
+        raise _to_api_error(error) from None
+
+
+def _to_api_error(error: IdempotencyConflictError) -> ApiError:
+    """Sending it again would change nothing."""
+    return ApiError(
+        409,
+        f"'Idempotency-Key' {error}; allowed: a new key, or the same body",
+        param="Idempotency-Key",
+        code="idempotency_key_reused",
+        headers=DO_NOT_RETRY,
+    )

@@ -1,0 +1,168 @@
+"""Images of requests that bring an ``Idempotency-Key``: made once, and kept as a job for whoever asks again.
+
+The request that claims the job makes the images; those that come meanwhile wait for it, and later ones get what it has
+made. When it fails, or its client leaves, the next one that has the key does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from diffusion_backend.settings import Settings as ImageSettings
+from sqlalchemy.exc import SQLAlchemyError
+
+from openai_adapter import idempotency, image_files
+from openai_adapter.async_jobs import AsyncJobs
+from openai_adapter.errors import DO_NOT_RETRY, ApiError
+from openai_adapter.image_generation import ImageGenerator, Picture
+from openai_adapter.image_request import ImageRequest, Plan
+from openai_adapter.job_files import JobFiles
+from openai_adapter.job_lease import LEASE_SECONDS, Lease, worker_name
+from openai_adapter.job_queue import Claim, LeaseLostError
+from openai_adapter.job_store import Idempotency, NewJob
+from openai_adapter.job_table import FileEntry, Job, JobStatus
+from openai_adapter.metrics import Metrics
+from openai_adapter.settings import Settings
+
+KIND = "image"
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Making:
+    """Images that are being made, or were made. Of a key, model and ``plan`` are those of the first request with it."""
+
+    model: str
+    plan: Plan
+    created_at: int
+    pictures: AsyncGenerator[Picture, None]
+
+
+class KeyedImages:
+    """What ``ImageGenerator`` is, for requests with a key."""
+
+    def __init__(
+        self,
+        generator: ImageGenerator,
+        jobs: AsyncJobs,
+        files: JobFiles,
+        metrics: Metrics,
+        settings: Settings,
+    ) -> None:
+        self._generator = generator
+        self._jobs = jobs
+        self._files = files
+        self._metrics = metrics
+        self._ttl = settings.job_ttl_seconds
+        self._timeout = settings.request_timeout_seconds
+
+    async def find(self, caller: str, key: Idempotency, request: ImageRequest) -> Making | None:
+        """The images of ``key``, if it was used before.
+
+        Raises:
+            ApiError: 409, it was used for another body.
+        """
+        job = await idempotency.find_job(self._jobs, KIND, caller, key)
+        return None if job is None else self._follow(job, key, request)
+
+    async def begin(
+        self, caller: str, key: Idempotency, model: str, plan: Plan, request: ImageRequest
+    ) -> Making:
+        """The images of ``key``, which are made now, or by the request that was faster.
+
+        Raises:
+            ApiError: 409, it was used for another body.
+        """
+        content = {"settings": plan.settings.model_dump(), "n": plan.n}
+        new = NewJob(KIND, caller, model, content, idempotency=key, ttl=self._ttl)
+        return self._follow((await idempotency.create_job(self._jobs, new)).job, key, request)
+
+    def _follow(self, job: Job, key: Idempotency, request: ImageRequest) -> Making:
+        plan = Plan(ImageSettings.model_validate(job.request["settings"]), job.request["n"])
+        return Making(job.model, plan, int(job.created_at), self._stream(job, key, plan, request))
+
+    async def _stream(
+        self, job: Job, key: Idempotency, plan: Plan, request: ImageRequest
+    ) -> AsyncGenerator[Picture, None]:
+        """As ``ImageGenerator.stream``; images that were there already come without previews."""
+        again = NewJob(KIND, job.caller, job.model, job.request, idempotency=key, ttl=self._ttl)
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        while asyncio.get_running_loop().time() < deadline:
+            claim = await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, job_id=job.id)
+            if claim is not None:
+                async with aclosing(self._make(claim, plan, request)) as pictures:
+                    async for picture in pictures:
+                        yield picture
+                return
+            now = await self._jobs.get(KIND, job.caller, job.id)
+            if now is None:  # it failed, or was removed
+                job = (await idempotency.create_job(self._jobs, again)).job
+            elif now.status is JobStatus.FAILED:
+                raise ApiError(
+                    500, now.error_message or "", code=now.error_code or "server_error", headers=DO_NOT_RETRY
+                )
+            elif now.status is JobStatus.COMPLETED:
+                for picture in await self._load(now):
+                    yield picture
+                return
+            else:
+                await asyncio.sleep(_LOOK_SECONDS)
+        raise ApiError(
+            504,
+            f"the images were not done within {self._timeout:g} seconds",
+            code="timeout",
+            headers=DO_NOT_RETRY,
+        )
+
+    async def _make(self, claim: Claim, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
+        """Make the images; the last one is handed on when all are kept."""
+        renewing = asyncio.create_task(Lease(self._jobs, claim).renew_forever())
+        images: list[Picture] = []
+        is_kept = False
+        try:
+            async with aclosing(self._generator.stream(claim.job.model, plan, request)) as pictures:
+                async for picture in pictures:
+                    if picture.preview is None:
+                        images.append(picture)
+                    if len(images) == plan.n:
+                        await self._keep(claim, images, request)
+                        is_kept = True
+                    yield picture
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            if not is_kept:
+                await self._forget(claim)
+
+    async def _keep(self, claim: Claim, images: list[Picture], request: ImageRequest) -> None:
+        images = sorted(images, key=lambda image: image.index)
+        extension = image_files.FORMATS[request.output_format][0]
+        entries: dict[str, FileEntry] = {}
+        for image in images:
+            name = f"image{image.index}"
+            entries[name] = await asyncio.to_thread(self._files.put, claim, f"{name}.{extension}", image.file)
+        with contextlib.suppress(LeaseLostError):  # then nobody asks for them again
+            await self._jobs.complete(claim, entries, {"infos": [image.info for image in images]})
+        self._metrics.jobs.labels(KIND, "completed").inc()
+
+    async def _forget(self, claim: Claim) -> None:
+        """A failure is not kept: the same request may pass when it comes again."""
+        with contextlib.suppress(SQLAlchemyError):
+            await self._jobs.delete(KIND, claim.job.caller, claim.job.id)
+        self._metrics.jobs.labels(KIND, "failed").inc()
+
+    async def _load(self, job: Job) -> list[Picture]:
+        assert job.result is not None
+        pictures = []
+        for index, info in enumerate(job.result["infos"]):
+            file = await asyncio.to_thread(self._files.read, job.files[f"image{index}"]["name"])
+            if file is None:
+                raise ApiError(
+                    500, "the images of this key were removed", code="file_removed", headers=DO_NOT_RETRY
+                )
+            pictures.append(Picture(index, file, info))
+        return pictures

@@ -1,0 +1,232 @@
+"""The worker that makes the videos of queued jobs, inside each adapter: the queue is the table of jobs.
+
+A job runs until its video is published, or it fails for good. What may pass (a process of the model server died, the
+server is busy) is tried again, a few times; an adapter that stops gives its jobs back, and those of one that died are
+free when their leases have run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from diffusion_backend.client import Generation, check_slice, require_final
+from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.settings import Settings as VideoSettings
+from sqlalchemy.exc import SQLAlchemyError
+
+from openai_adapter.async_jobs import AsyncJobs
+from openai_adapter.errors import explain
+from openai_adapter.job_files import JobFiles
+from openai_adapter.job_lease import LEASE_SECONDS, Lease, Report, insist, worker_name
+from openai_adapter.job_queue import Claim, LeaseLostError
+from openai_adapter.job_table import FileEntry
+from openai_adapter.metrics import Metrics
+from openai_adapter.recovery import Recovery
+from openai_adapter.registry import Registry
+from openai_adapter.settings import Settings
+from openai_adapter.triton import Triton
+from openai_adapter.video_files import VideoFiles
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KIND = "video"
+_POLL_SECONDS = 0.5
+_RETRY_SECONDS = 2.0  # after the first failed attempt; twice as long after each further one
+_SHOWN = ("decode_path", "timings")
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The files of a video, and what the server said of making it."""
+
+    files: dict[str, bytes]
+    info: dict[str, Any]
+
+
+class VideoWorker:
+    """Works on jobs, some at a time, while ``run`` does."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        triton: Triton,
+        jobs: AsyncJobs,
+        files: JobFiles,
+        metrics: Metrics,
+    ) -> None:
+        self._registry = registry
+        self._triton = triton
+        self._jobs = jobs
+        self._files = files
+        self._metrics = metrics
+        self._recovery = Recovery(triton, registry, metrics)
+        self._timeout = settings.video_timeout_seconds
+        self._free = asyncio.Semaphore(settings.max_videos_in_flight)
+        self._news = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def wake(self) -> None:
+        """There is a new job."""
+        self._news.set()
+
+    def cancel(self, job_id: str) -> None:
+        """The job was deleted. Another adapter's worker learns that from the table."""
+        if task := self._running.get(job_id):
+            task.cancel()
+
+    async def run(self) -> None:
+        """Work until cancelled; then give back what is not finished."""
+        try:
+            while True:
+                await self._free.acquire()
+                self._start(await self._claim())
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, claim: Claim) -> None:
+        task = asyncio.create_task(self._work(claim))
+        self._running[claim.job.id] = task
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._free.release()
+            if self._running.get(claim.job.id) is task:
+                del self._running[claim.job.id]
+
+        task.add_done_callback(end)
+
+    async def _claim(self) -> Claim:
+        """The next job of a model that is ready, once there is one."""
+        while True:
+            self._news.clear()
+            ready = [name for name, model in self._registry.models.items() if model.ready]
+            try:
+                if ready and (
+                    claim := await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, models=ready)
+                ):
+                    return claim
+            except Exception:
+                logger.exception("the queue of videos could not be read")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await self._news.wait()
+
+    async def _work(self, claim: Claim) -> None:
+        job_id = claim.job.id
+        try:
+            outcome = await self._attempt(claim)
+        except LeaseLostError:
+            outcome = "lost"
+        except asyncio.CancelledError:
+            with contextlib.suppress(LeaseLostError, SQLAlchemyError):
+                await self._jobs.release(claim, counts=False)
+            raise
+        except Exception:
+            outcome = "lost"
+            logger.exception("%s: its outcome could not be written", job_id)
+        logger.info("%s: %s", job_id, outcome)
+        self._metrics.jobs.labels(KIND, outcome).inc()
+
+    async def _attempt(self, claim: Claim) -> str:
+        """Make and publish the video, or say why not; returns what became of it."""
+        lease = Lease(self._jobs, claim)
+        try:
+            await lease.hold(self._make_and_publish(claim, lease.report), self._timeout)
+        except LeaseLostError:
+            raise
+        except TimeoutError:
+            message = f"the video was not done within {self._timeout:g} seconds"
+            await insist(lambda: self._jobs.fail(claim, "timeout", message))
+            return "failed"
+        except Exception as error:
+            return await self._give_up(claim, error)
+        return "completed"
+
+    async def _give_up(self, claim: Claim, error: Exception) -> str:
+        """Put the job back where it may pass the next time, else end it."""
+        job = claim.job
+        if _may_pass(error) and job.attempts < job.max_attempts:
+            delay = _RETRY_SECONDS * 2 ** (job.attempts - 1)
+            logger.warning("%s: attempt %d failed: %s", job.id, job.attempts, error)
+            await insist(lambda: self._jobs.release(claim, counts=True, delay=delay))
+            return "retried"
+        told = explain(error, job.id)
+        await insist(lambda: self._jobs.fail(claim, told.code or "server_error", told.message))
+        return "failed"
+
+    async def _make_and_publish(self, claim: Claim, report: Report) -> None:
+        job = claim.job
+        settings = VideoSettings.model_validate(job.request["settings"])
+        image = await self._jobs.read_image(claim)
+
+        async def attempt() -> _Made:
+            return await self._make(job.model, settings, image, report)
+
+        made = await self._recovery.run(job.model, attempt)
+        entries: dict[str, FileEntry] = {}
+        try:
+            for name, data in made.files.items():
+                entries[name.partition(".")[0]] = await asyncio.to_thread(self._files.put, claim, name, data)
+            result = {key: made.info.get(key) for key in _SHOWN}
+            await insist(lambda: self._jobs.complete(claim, entries, result))
+        except LeaseLostError:
+            await asyncio.to_thread(self._files.remove, [entry["name"] for entry in entries.values()])
+            raise
+        self._metrics.videos.labels(job.model, settings.quality, str(made.info.get("decode_path"))).inc()
+
+    async def _make(self, model: str, settings: VideoSettings, image: bytes | None, report: Report) -> _Made:
+        """One generation, encoded slice by slice while it arrives."""
+        assert settings.num_frames and settings.fps
+        last, count = None, 0
+        size = (settings.width, settings.height)
+        with VideoFiles(settings.num_frames, settings.fps, *size) as files:
+            async with aclosing(
+                self._triton.client.stream(model, **self._ask(model, settings, image))
+            ) as answers:
+                async for last in answers:
+                    if last.is_progress:
+                        report(100 * last.info["step"] // settings.num_inference_steps)
+                    else:
+                        check_slice(last, count)
+                        await _in_thread(files.add, last.frames)
+                        count += len(last.frames)
+            return _Made(await _in_thread(files.finish), require_final(last).info)
+
+    def _ask(self, model: str, settings: VideoSettings, image: bytes | None) -> dict[str, Any]:
+        """The arguments of the client: progress where the model's stages tell of it."""
+        facts = self._registry.models[model].denoise_facts or {}
+        return {
+            **settings.model_dump(exclude_none=True),
+            "progress": facts.get("no_progress") is None,
+            "image": image,
+            "timeout": self._timeout,
+        }
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another attempt may end otherwise: not where a stage has said what is wrong with the request itself."""
+    if isinstance(error, DiffusionError) and error.code not in (None, "internal_error"):
+        return error.status in (Status.UNAVAILABLE, Status.CANCELLED)
+    return True
+
+
+async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As ``asyncio.to_thread``, but when cancelled it waits for the thread: what it uses is let go of afterwards."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
