@@ -158,7 +158,7 @@ class ApiKeys(HttpMiddleware):
 
     def _is_allowed(self, token: bytes) -> bool:
         # A list, not a generator: every key is compared, so the time does not tell which one matched.
-        return any([hmac.compare_digest(token, key) for key in self.keys])
+        return any(hmac.compare_digest(token, key) for key in self.keys)
 
 
 def _bearer_token(headers: Headers) -> bytes:

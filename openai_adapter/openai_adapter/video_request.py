@@ -172,7 +172,9 @@ def _count_frames(request: VideoRequest, fps: int, limits: ModelLimits) -> Any:
     if request.seconds is None:
         return request.num_frames
     low, high, step = limits.min_num_frames, limits.max_num_frames, limits.num_frames_step
-    assert low and high and step
+    assert low
+    assert high
+    assert step
     count = low + step * math.floor((_parse_seconds(request.seconds) * fps - low) / step + 0.5)
     if not low <= count <= high:
         raise invalid(

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from diffusion_backend.client import Generation, check_slice, require_final
+from diffusion_backend.client import check_slice, require_final
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import Settings as VideoSettings
 from sqlalchemy.exc import SQLAlchemyError
@@ -188,7 +188,8 @@ class VideoWorker:
 
     async def _make(self, model: str, settings: VideoSettings, image: bytes | None, report: Report) -> _Made:
         """One generation, encoded slice by slice while it arrives."""
-        assert settings.num_frames and settings.fps
+        assert settings.num_frames
+        assert settings.fps
         last, count = None, 0
         size = (settings.width, settings.height)
         with VideoFiles(settings.num_frames, settings.fps, *size) as files:
