@@ -76,7 +76,7 @@ def routes(
         caller, key = caller_of(http_request), read_idempotency(http_request, unwrap(body))
         if key and (known := await keyed_images.find(caller, key, request)):
             return known
-        model, limits = registry.require_ready(request.model)
+        model, limits = registry.require_ready(request.model, makes_video=False)
         plan = image_request.plan(request, limits)
         registry.check_previews(model, request.partial_images)
         if key:

@@ -96,14 +96,16 @@ class Registry:
             )
         return found[0]
 
-    def require_ready(self, name: str | None) -> tuple[str, ModelLimits]:
-        """(name, limits) of the model that a request asks for, ready to generate; None asks for the default.
+    def require_ready(self, name: str | None, *, makes_video: bool) -> tuple[str, ModelLimits]:
+        """(name, limits) of the model that a request asks for, ready to generate.
+
+        None asks for the default: the operator's if it makes what is asked for, else the only one that does.
 
         Raises:
             ApiError: 503 while it isn't ready, 404 or 400 for a name that doesn't say which.
         """
         self._require_contact()
-        model = self._default() if name is None else self.find(name)
+        model = self._default(makes_video) if name is None else self.find(name)
         if not model.ready or model.limits is None:
             raise unavailable(f"the model {show(model.name)} is not ready", "model_not_ready")
         return model.name, model.limits
@@ -117,19 +119,26 @@ class Registry:
         facts = self.models[name].denoise_facts or {}
         check_previews(partial_images, facts.get("no_previews"))
 
-    def _default(self) -> Model:
-        if self._default_model is not None:
-            return self.find(self._default_model)
+    def _default(self, makes_video: bool) -> Model:
+        # One whose limits are not known yet may make either.
+        fitting = [
+            model
+            for model in self.models.values()
+            if model.limits is None or model.limits.makes_video == makes_video
+        ]
+        if self._default_model is not None and (model := self.find(self._default_model)) in fitting:
+            return model
         if not self.models:
             raise unavailable("the model server has no models", "not_ready")
-        if len(self.models) > 1:
+        if len(fitting) != 1:
+            kind = "video" if makes_video else "images"
             raise ApiError(
                 400,
-                f"'model' is not given; allowed: {_names(self.models.values())}",
+                f"'model' is not given; allowed: {_names(fitting) or f'none, as no model here makes {kind}'}",
                 param="model",
                 code="model_required",
             )
-        return next(iter(self.models.values()))
+        return fitting[0]
 
     def _require_contact(self) -> None:
         if not self.contacted:

@@ -87,7 +87,7 @@ class Videos:
         key = idempotency.read_idempotency(request, given, file)
         if known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key):
             return known
-        model, limits = self._registry.require_ready(asked.model)
+        model, limits = self._registry.require_ready(asked.model, makes_video=True)
         plan = video_request.plan(asked, limits)
         content = {
             "settings": plan.settings.model_dump(),
@@ -110,7 +110,7 @@ class Videos:
         if known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key):
             return known
         _require_completed(source)
-        model, limits = self._registry.require_ready(source.model)
+        model, limits = self._registry.require_ready(source.model, makes_video=True)
         plan = video_request.plan_remix(fields.get("prompt"), source.request["settings"], limits)
         content = {**source.request, "settings": plan.model_dump(), "remixed_from_video_id": source.id}
         image = await self._jobs.image_of(KIND, caller_of(request), video_id)

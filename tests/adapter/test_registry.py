@@ -34,7 +34,7 @@ def registry(*models: Model, default: str | None = None) -> Registry:
 
 def error_of(registry: Registry, name: str | None) -> tuple[int, str | None]:
     with pytest.raises(ApiError) as caught:
-        registry.require_ready(name)
+        registry.require_ready(name, makes_video=False)
     return caught.value.status, caught.value.code
 
 
@@ -42,19 +42,45 @@ ONE = Model("one", LIMITS, ready=True)
 TWIN = Model("twin", LIMITS, ready=True)
 TWO = Model("two", LIMITS.model_copy(update={"source": "org/two"}), ready=False)
 UNSEEN = Model("unseen", None)
+CLIPS = Model(
+    "clips",
+    LIMITS.model_copy(
+        update={
+            "source": "org/clips",
+            "task": "text-to-video",
+            "default_num_frames": 5,
+            "min_num_frames": 1,
+            "max_num_frames": 17,
+            "num_frames_step": 4,
+            "default_fps": 8,
+        }
+    ),
+    ready=True,
+)
 
 
 def test_by_name_or_source() -> None:
     for name in ("one", "org/one", None):
-        assert registry(ONE).require_ready(name) == ("one", LIMITS)
+        assert registry(ONE).require_ready(name, makes_video=False) == ("one", LIMITS)
 
 
 def test_which_default() -> None:
-    assert registry(ONE, TWO, default="one").require_ready(None)[0] == "one"
-    assert registry(ONE, TWO, default="org/one").require_ready(None)[0] == "one"
+    assert registry(ONE, TWO, default="one").require_ready(None, makes_video=False)[0] == "one"
+    assert registry(ONE, TWO, default="org/one").require_ready(None, makes_video=False)[0] == "one"
     assert error_of(registry(ONE, TWO), None) == (400, "model_required")
     assert error_of(registry(ONE, default="gone"), None) == (404, "model_not_found")
     assert error_of(registry(), None) == (503, "not_ready")
+
+
+def test_the_default_makes_what_is_asked_for() -> None:
+    both = registry(ONE, CLIPS)
+    assert both.require_ready(None, makes_video=False)[0] == "one"
+    assert both.require_ready(None, makes_video=True)[0] == "clips"
+    assert registry(ONE, CLIPS, default="one").require_ready(None, makes_video=True)[0] == "clips"
+    assert registry(ONE, TWO, CLIPS, default="one").require_ready(None, makes_video=False)[0] == "one"
+    with pytest.raises(ApiError, match="no model here makes video"):
+        registry(ONE).require_ready(None, makes_video=True)
+    assert error_of(registry(ONE, UNSEEN), None) == (400, "model_required")
 
 
 def test_unknown_and_ambiguous() -> None:

@@ -31,9 +31,6 @@ The last column names what the product knows about a pipeline beyond what its ow
 Families that are not in the table may well work: `triton-diffusion add` tries a pipeline without its weights, and
 refuses it, with the reason, if it does not split.
 
-All of `tests/families` (178 tests; parity, `add`, batches and previews) took 4 min 39 s on 2 CPU cores that others used
-too, 3 min of it processor time; it is to stay under 8 minutes there.
-
 This file is written by `python -m tests.families.table`, which runs the tests; they fail when it is stale.
 
 | Family | Pipeline | Task | Three stages | `add` | VAE | Recorded by encode | Sent to vae_decode | Exceptions |
