@@ -10,13 +10,14 @@ from urllib.parse import quote
 import pytest
 from fastapi import FastAPI
 from in_process import send
-from openai_adapter import bodies
 from openai_adapter.bodies import MAX_DEPTH, MAX_FIELDS, read_fields
 from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.types import Message
 from video_server import VIDEOS, refusal
+
+from openai_adapter import bodies
 
 MAX_FIELD = 100
 JSON, MULTIPART, URLENCODED = (

@@ -62,7 +62,10 @@ def pixels_of(event: Any) -> npt.NDArray[np.int16]:
 
 
 def flags_for(server: RunningServer) -> tuple[str, ...]:
-    return ("--triton-url", server.grpc_url, "--triton-admin-key", server.admin_key)
+    return (
+        f"--triton-url={server.grpc_url}",
+        f"--triton-admin-key={server.admin_key}",
+    )  # it may begin with "-"
 
 
 def cancelled(server: RunningServer) -> float:

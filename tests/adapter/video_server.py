@@ -20,7 +20,8 @@ from tests.families.wan import wan21, wan21_image
 VIDEOS = "/v1/videos"
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "wan", "wan-image"
 PROMPT = "a fox on a blue background"
-LONG = 200  # steps: seconds
+LONG = 200  # steps: a second or so
+ENDLESS = 10_000  # steps: longer than any test
 _MODELS: dict[str, Family] = {TEXT_TO_VIDEO: wan21, IMAGE_TO_VIDEO: wan21_image}
 
 
@@ -35,7 +36,10 @@ class VideoServer:
     @property
     def flags(self) -> tuple[str, ...]:
         """Of an adapter on it."""
-        return ("--triton-url", self.grpc_url, "--triton-admin-key", self.admin_key)
+        return (
+            f"--triton-url={self.grpc_url}",
+            f"--triton-admin-key={self.admin_key}",
+        )  # it may begin with "-"
 
 
 @contextmanager
@@ -46,7 +50,9 @@ def running_video_server(folder: Path) -> Iterator[VideoServer]:
         (folder / name).mkdir()
         family.save(folder / name)
         add(str(folder / name), name, repository)
-        _shorten_slices(repository / f"{name}_vae_decode/config.pbtxt")
+        # Two frames of the default size a slice: clips come in several.
+        _replace(repository / f"{name}_vae_decode/config.pbtxt", "max_slice_bytes", "16777216", "3072")
+        _replace(repository / f"{name}/config.pbtxt", "max_num_inference_steps", "200", str(ENDLESS))
     triton = TritonServer(repository, data_dir=folder / "data", exit_timeout=30)
     triton.start()
     try:
@@ -58,11 +64,10 @@ def running_video_server(folder: Path) -> Iterator[VideoServer]:
     assert in_order, triton.process.obituary()
 
 
-def _shorten_slices(config: Path) -> None:
-    """To two frames of the default size: clips come in several."""
-    default = '"max_slice_bytes" value: { string_value: "16777216"'
-    assert default in config.read_text()
-    config.write_text(config.read_text().replace(default, default.replace("16777216", "3072")))
+def _replace(config: Path, parameter: str, old: str, new: str) -> None:
+    line = f'"{parameter}" value: {{ string_value: "{old}" }}'
+    assert line in config.read_text()
+    config.write_text(config.read_text().replace(line, line.replace(old, new)))
 
 
 def create(http: httpx.Client, **fields: Any) -> dict[str, Any]:
