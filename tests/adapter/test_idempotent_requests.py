@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from adapter_process import AdapterProcess
 from PIL import Image
-from test_image_streams import GENERATIONS, LONG, connect, flags_for, wait_for_rows
+from test_image_streams import GENERATIONS, connect, flags_for, wait_for_rows
 from video_server import (
     IMAGE_TO_VIDEO,
     PROMPT,
@@ -249,7 +249,7 @@ def test_who_leaves_does_not_take_the_others_result(
     images: httpx.Client, server: RunningServer, is_stream: bool
 ) -> None:
     """One waits for it already, one comes later."""
-    headers, body = key(), {**IMAGE, "num_inference_steps": LONG, "seed": 9}
+    headers, body = key(), {**IMAGE, "num_inference_steps": 60, "seed": 9}
     if is_stream:
         body |= {"stream": True, "partial_images": 1}
     leaving = connect(server.adapter_url, body, headers)
@@ -261,9 +261,9 @@ def test_who_leaves_does_not_take_the_others_result(
         leaving.close()
         answers = [waiting.result(), images.post(GENERATIONS, json=body, headers=headers)]
     assert [answer.status_code for answer in answers] == [200, 200]
-    expected = images.post(GENERATIONS, json={**IMAGE, "num_inference_steps": LONG, "seed": 9}).json()[
-        "data"
-    ][0]["b64_json"]
+    expected = images.post(GENERATIONS, json={**IMAGE, "num_inference_steps": 60, "seed": 9}).json()["data"][
+        0
+    ]["b64_json"]
     for answer in answers:
         made = events_of(answer)[-1] if is_stream else answer.json()["data"][0]
         assert np.abs(pixels(made["b64_json"]) - pixels(expected)).max() <= 1
@@ -271,7 +271,7 @@ def test_who_leaves_does_not_take_the_others_result(
 
 def test_a_failure_is_not_kept(start_adapter: StartAdapter, server: RunningServer) -> None:
     """Neither by the same adapter nor by one that is started anew."""
-    headers, body = key(), {**IMAGE, "num_inference_steps": LONG}
+    headers, body = key(), {**IMAGE, "num_inference_steps": 80}
     adapter = start_adapter(*flags_for(server), "--request-timeout-seconds", "0.5")
     adapter.wait("/health")
     before = runs(server)
