@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import random
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from diffusion_backend.launcher import curl_line
 from openai import AsyncOpenAI, OpenAI
 from PIL import Image
 
+from tests.node_sdk import run_script
 from tests.running_server import ROOT, RunningServer
 
 MODEL = ROOT / "model_repository/emoji-flux"
@@ -43,12 +42,7 @@ def test_the_python_sdk(server: RunningServer) -> None:
 
 
 def test_the_node_sdk(server: RunningServer, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "tests/node", tmp_path / "node", ignore=shutil.ignore_patterns("node_modules"))
-    install = ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--silent"]
-    subprocess.run(install, cwd=tmp_path / "node", check=True, timeout=120)
-    run = ["node", "generate.mjs", f"{server.adapter_url}/v1"]
-    printed = subprocess.run(run, cwd=tmp_path / "node", check=True, timeout=60, capture_output=True).stdout
-    result = json.loads(printed)
+    result = run_script(tmp_path, "generate.mjs", f"{server.adapter_url}/v1")
     assert result["models"] == ["emoji-flux"]
     assert pixels(result["answer"]["data"][0]["b64_json"]).shape == (64, 64, 3)
     assert result["answer"]["seed"] == 11

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 from diffusion_backend.errors import show
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
@@ -16,7 +17,8 @@ from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
 MAX_DEPTH = 32  # parsing survives more, but not everything that later touches the value does
 MAX_FIELDS = 64
 _JSON = "application/json"
-_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_MULTIPART = "multipart/form-data"
+_FORMS = (_MULTIPART, "application/x-www-form-urlencoded")
 _TOO_DEEP = f"the body is nested too deeply; allowed: {MAX_DEPTH} levels"
 
 
@@ -58,22 +60,53 @@ async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
     Raises:
         ApiError: as ``read_json_object``; 400 for a form that is none, or that has a field twice.
     """
-    if _media_type(request) not in _FORMS:
+    if not is_form(request):
         if _media_type(request) != _JSON:
             raise _unsupported(request, [_JSON, *_FORMS])
         return await read_json_object(request)
     try:
-        form = await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=max_field_bytes)
+        form = await _parse_form(request, max_field_bytes)
     except ClientDisconnect:
         raise _ended_early() from None
-    except HTTPException as error:
-        raise ApiError(400, f"the body is not a form: {error.detail}", code="invalid_form") from None
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is not a form: {error.message}", code="invalid_form") from None
     except (KeyError, ValueError):
         raise ApiError(400, "the body is not a form", code="invalid_form") from None
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
         _put(fields, name, value)
     return fields
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body is a form, whose values are texts and files."""
+    return _media_type(request) in _FORMS
+
+
+class _Multipart(MultiPartParser):
+    """Starlette's drops the last part without a word where the body ends within it."""
+
+    has_ended = False
+
+    def on_end(self) -> None:
+        self.has_ended = True
+
+
+async def _parse_form(request: Request, max_field_bytes: int) -> FormData:
+    async with aclosing(request.stream()) as stream:
+        if _media_type(request) != _MULTIPART:
+            urlencoded = FormParser(
+                request.headers, stream, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
+            )
+            return await urlencoded.parse()
+        multipart = _Multipart(
+            request.headers, stream, max_files=1, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
+        )
+        form = await multipart.parse()
+    if not multipart.has_ended:
+        await form.close()
+        raise MultiPartException("It has no end.")
+    return form
 
 
 def _put(fields: dict[str, Any], name: str, value: str | UploadFile) -> None:

@@ -16,6 +16,7 @@ from diffusion_backend import quality, settings
 from diffusion_backend.errors import invalid, show
 from diffusion_backend.settings import ModelLimits, Settings
 from pydantic import Field
+from starlette.datastructures import UploadFile
 
 from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
 
@@ -97,12 +98,22 @@ def parse(fields: Mapping[str, Any]) -> VideoRequest:
     """
     given = unwrap(fields)
     check_names(VideoRequest, given, REFUSED)
+    _refuse_files(given)
     settings.check_prompt(given.get("prompt"))
     quality.resolve_tier(given.get("quality"), quality.Tier.LOSSLESS)
     request = validate(VideoRequest, given)
     if request.seconds is not None:
         _parse_seconds(request.seconds)
     return request
+
+
+def _refuse_files(given: Mapping[str, Any]) -> None:
+    """A form can send a file as any field."""
+    for name, value in given.items():
+        values = value.values() if isinstance(value, dict) else (value,)
+        if name != "input_reference" and any(isinstance(each, UploadFile) for each in values):
+            allowed = VideoRequest.model_fields[name].description
+            raise invalid(name, f"'{name}' is a file; allowed: {allowed}")
 
 
 def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +193,8 @@ def _count_frames(request: VideoRequest, fps: int, limits: ModelLimits) -> Any:
             f"'seconds' is {show(request.seconds)} at {fps} frames a second; allowed: "
             f"numbers from {low / fps:g} to {high / fps:g}",
         )
-    if request.num_frames not in (None, count):
+    # By its type, too: True is 1, and 5.0 is 5.
+    if request.num_frames is not None and (type(request.num_frames), request.num_frames) != (int, count):
         raise invalid(
             "num_frames",
             f"'num_frames' is {show(request.num_frames)}, and {count} by 'seconds' and 'fps'; allowed: one of the two",

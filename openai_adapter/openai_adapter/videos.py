@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from openai_adapter import idempotency, uploads, video_answers, video_request
 from openai_adapter.async_jobs import AsyncJobs
-from openai_adapter.bodies import read_fields, read_json_object
+from openai_adapter.bodies import is_form, read_fields, read_json_object
 from openai_adapter.byte_ranges import serve_bytes
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.image_references import ImageReferences
@@ -78,9 +78,9 @@ class Videos:
     async def create(self, request: Request) -> Job:
         """A job from the request's body, or the one that it made before with the same key."""
         fields = await read_fields(request, self._max_field_bytes)
-        if "json" not in request.headers["content-type"].lower():
-            fields = video_request.from_form(fields)
         given = unwrap(fields)
+        if is_form(request):
+            given = video_request.from_form(given)
         asked = video_request.parse(given)
         reference = given.pop("input_reference", None)
         file = None if reference is None else await self._references.read(reference, "input_reference")
@@ -105,10 +105,10 @@ class Videos:
                 raise invalid(
                     name, f"{show(name)} is not a known field; allowed: prompt", "unknown_parameter"
                 )
-        source = await self.find(request, video_id)
         key = idempotency.read_idempotency(request, fields)
         if known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key):
             return known
+        source = await self.find(request, video_id)
         _require_completed(source)
         model, limits = self._registry.require_ready(source.model, makes_video=True)
         plan = video_request.plan_remix(fields.get("prompt"), source.request["settings"], limits)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue
 from openai_adapter.job_store import JobStore
+from video_server import VideoServer, running_video_server
 
 from openai_adapter import Settings, create_app
 from tests.postgres import new_database, running_postgres
@@ -51,6 +52,45 @@ def start_adapter(tmp_path: Path) -> Iterator[Callable[..., AdapterProcess]]:
         if adapter.process.poll() is None:
             adapter.process.kill()
             adapter.process.wait()
+
+
+@pytest.fixture(scope="session")
+def video_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoServer]:
+    """A tritonserver with tiny models for video."""
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(running_video_server(tmp_path_factory.mktemp("videos")))
+        except LaunchError as error:
+            pytest.fail(f"the server of videos did not start: {error}", pytrace=False)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def video_adapter(
+    video_server: VideoServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AdapterProcess]:
+    """An adapter on the server of videos, with the settings that it has by itself."""
+    adapter = AdapterProcess(tmp_path_factory.mktemp("adapter"), *video_server.flags)
+    try:
+        adapter.wait("/health")
+        yield adapter
+    finally:
+        adapter.process.kill()
+        adapter.process.wait()
+
+
+@pytest.fixture
+def start_video_adapter(
+    start_adapter: Callable[..., AdapterProcess], video_server: VideoServer
+) -> Callable[..., AdapterProcess]:
+    """Starts adapters on the server of videos, with further flags; they share the test's folder of data."""
+
+    def start(*flags: str) -> AdapterProcess:
+        adapter = start_adapter(*video_server.flags, *flags)
+        adapter.wait("/health")
+        return adapter
+
+    return start
 
 
 @pytest.fixture(scope="session")

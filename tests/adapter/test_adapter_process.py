@@ -19,7 +19,11 @@ GENERATIONS = "/v1/images/generations"
 
 
 def flags_for(server: RunningServer, url: str | None = None) -> tuple[str, ...]:
-    return ("--triton-url", url or server.grpc_url, "--triton-admin-key", server.admin_key)
+    return (
+        "--triton-url",
+        url or server.grpc_url,
+        f"--triton-admin-key={server.admin_key}",
+    )  # it may begin with "-"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import io
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -62,18 +62,22 @@ def pixels_of(event: Any) -> npt.NDArray[np.int16]:
 
 
 def flags_for(server: RunningServer) -> tuple[str, ...]:
-    return ("--triton-url", server.grpc_url, "--triton-admin-key", server.admin_key)
+    return (
+        f"--triton-url={server.grpc_url}",
+        f"--triton-admin-key={server.admin_key}",
+    )  # it may begin with "-"
 
 
 def cancelled(server: RunningServer) -> float:
     return triton_metrics.read(server.metrics_url, "requests_total", outcome="cancelled")
 
 
-def connect(url: str, body: dict[str, Any]) -> socket.socket:
+def connect(url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> socket.socket:
     """A raw connection that has sent a request."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     data = json.dumps(body).encode()
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     connection = socket.create_connection((host, int(port)), timeout=30)
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
