@@ -99,6 +99,7 @@ def _middleware(settings: Settings, measured: metrics.Metrics) -> list[Middlewar
                     middleware.REQUEST_ID_HEADER,
                     "retry-after",
                     "openai-poll-after-ms",
+                    *("accept-ranges", "content-disposition", "content-range", "etag"),
                     *errors.DO_NOT_RETRY,
                 ],
             )

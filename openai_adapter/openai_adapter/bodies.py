@@ -16,6 +16,7 @@ from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
 
 MAX_DEPTH = 32  # parsing survives more, but not everything that later touches the value does
 MAX_FIELDS = 64
+MAX_VALUES = 100_000  # in JSON: far beyond what any request has, and soon read
 _JSON = "application/json"
 _MULTIPART = "multipart/form-data"
 _FORMS = (_MULTIPART, "application/x-www-form-urlencoded")
@@ -34,6 +35,17 @@ async def read_json_object(request: Request) -> dict[str, Any]:
         body = await request.body()
     except ClientDisconnect:
         raise _ended_early() from None
+    return parse_json_object(body)
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that ``body`` is.
+
+    Raises:
+        ApiError: 400, it is not one unambiguous JSON object.
+    """
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise _invalid(f"the body has too many values; allowed: {MAX_VALUES}")
     try:
         value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:

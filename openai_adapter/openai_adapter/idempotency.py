@@ -20,12 +20,10 @@ from openai_adapter.job_table import Job
 _HEADER = "idempotency-key"
 
 
-def read_idempotency(
-    request: Request, fields: Mapping[str, Any], image: bytes | None = None
-) -> Idempotency | None:
+def read_idempotency(request: Request, fields: Mapping[str, Any]) -> Idempotency | None:
     """The key that ``request`` brings, if any, with a digest of its path and of all that its body asks for.
 
-    ``fields`` are those of the body, without the ``image`` in it.
+    ``fields`` are those of the body; a file among them is there as its digest.
 
     Raises:
         DiffusionError: INVALID_ARG, the key is not visible ASCII of at most 255 characters.
@@ -41,10 +39,8 @@ def read_idempotency(
             param="Idempotency-Key",
             code="invalid_value",
         )
-    digest = hashlib.sha256()
-    for part in (request.url.path.encode(), json.dumps(fields, sort_keys=True).encode(), image or b""):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return Idempotency(keys[0], digest.hexdigest())
+    asked = json.dumps([request.url.path, fields], sort_keys=True)
+    return Idempotency(keys[0], hashlib.sha256(asked.encode()).hexdigest())
 
 
 async def create_job(jobs: AsyncJobs, new: NewJob) -> Created:
@@ -59,14 +55,14 @@ async def create_job(jobs: AsyncJobs, new: NewJob) -> Created:
         raise _to_api_error(error) from None
 
 
-async def find_job(jobs: AsyncJobs, kind: str, caller: str, idempotency: Idempotency | None) -> Job | None:
+async def find_job(jobs: AsyncJobs, kind: str, caller: str, idempotency: Idempotency) -> Job | None:
     """The job that the same request has made already, if any.
 
     Raises:
         ApiError: 409, the key was used for another body.
     """
     try:
-        return await jobs.find_by_key(kind, caller, idempotency) if idempotency else None
+        return await jobs.find_by_key(kind, caller, idempotency)
     except IdempotencyConflictError as error:
         raise _to_api_error(error) from None
 

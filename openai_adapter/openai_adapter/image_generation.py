@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_backend.client import Generation, require_final
-from diffusion_backend.errors import DiffusionError, Status
+from diffusion_backend.errors import DiffusionError
 from diffusion_backend.settings import Settings as ImageSettings
 
 from openai_adapter import image_files, image_request
@@ -20,6 +20,7 @@ from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
+from openai_adapter.request_fields import blame
 from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
 
@@ -152,7 +153,7 @@ class ImageGenerator:
             put(Picture(index, await _encode(image, request), image.info))
         except DiffusionError as error:
             self._metrics.upstream_errors.labels(error.status).inc()
-            put(_blame(error))
+            put(blame(error, image_request.FIELDS))
         except Exception as error:
             put(error)
 
@@ -181,10 +182,3 @@ def _check(generation: Generation, settings: ImageSettings) -> None:
     shape = getattr(generation.images, "shape", None)
     if shape != expected:
         raise DiffusionError(f"the ensemble answered an image of shape {shape}, not {expected}")
-
-
-def _blame(error: DiffusionError) -> DiffusionError:
-    """A stage's refusal is the client's fault where the client sent the field, or the pipeline refuses the whole."""
-    if error.status is Status.INVALID_ARG and error.param and error.param not in image_request.FIELDS:
-        return DiffusionError(error.message)
-    return error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import ipaddress
 import logging
 import re
@@ -61,11 +62,21 @@ class ImageReferences:
             return await self._read_url(_url_of(value, field), f"{field}.image_url")
         return await self._read_url(value, field)
 
+    async def digest(self, value: object) -> object:
+        """What stands for ``value`` where requests are compared: what was sent, with a file's digest for the file."""
+        if isinstance(value, UploadFile):
+            data = await value.read(self._max_bytes + 1)
+            await value.seek(0)
+            return {"sha256": (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()}
+        if isinstance(value, Mapping):
+            return {name: await self.digest(inner) for name, inner in value.items()}
+        return value
+
     async def _read_url(self, value: object, field: str) -> bytes:
         if not isinstance(value, str):
             raise invalid(field, f"'{field}' is {show(value)}; allowed: {_ALLOWED}")
         if value[:5].lower() == "data:":
-            return self._decode(value, field)
+            return await asyncio.to_thread(self._decode, value, field)
         url = self._check_url(value, field)
         try:
             async with asyncio.timeout(self._fetch_seconds):
@@ -105,7 +116,8 @@ class ImageReferences:
                 field, f"'{field}' is {show(value)}; allowed: data URLs, http(s) URLs without user names"
             )
         host = url.netloc.decode()
-        if host not in self._allowed_hosts:
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        if self._allowed_hosts.isdisjoint({host, f"{url.raw_host.decode()}:{port}"}):
             hosts = f"data URLs, or hosts {', '.join(sorted(self._allowed_hosts))}"
             allowed = hosts if self._allowed_hosts else "data URLs or uploads: this server fetches no URLs"
             raise invalid(field, f"'{field}' is on host {show(host)}; allowed: {allowed}", "url_not_allowed")
@@ -140,6 +152,7 @@ class ImageReferences:
 
 
 def _url_of(value: Mapping[object, object], field: str) -> object:
+    value = {name: given for name, given in value.items() if given is not None}
     if "file_id" in value:
         message = f"'{field}.file_id' is not supported: this server keeps no files; allowed: {_ALLOWED}"
         raise invalid(f"{field}.file_id", message, "unsupported_parameter")

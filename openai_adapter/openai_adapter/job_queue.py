@@ -7,7 +7,7 @@ that was thought lost can run twice, but one attempt alone publishes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,10 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, read_clock
-from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, is_free
+from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, bury, is_free
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
+NEVER_STARTED = "never_started"
 
 
 class LeaseLostError(Exception):
@@ -146,6 +147,14 @@ class JobQueue:
             _fail(job, code, message, read_clock(session), self.ttl)
         return job
 
+    def discard(self, claim: Claim) -> Sequence[str]:
+        """Leave nothing of the job but its tombstone, if this claim still holds it; returns the names of its files."""
+        try:
+            with self._hold(claim) as (job, now):
+                return bury(job, now)
+        except LeaseLostError:
+            return []
+
     def release(self, claim: Claim, *, counts: bool, delay: float = 0.0) -> None:
         """Give the job back to the queue, at its old place. ``counts``: whether this was an attempt at it.
 
@@ -162,9 +171,13 @@ class JobQueue:
             job.lease_until = now + delay if delay else None
 
     def fail_exhausted(self) -> int:
-        """End the jobs, of any kind, whose attempts have all been lost; returns how many."""
+        """End the jobs, of any kind, whose attempts have all been lost, and those that wait for longer than ``ttl``.
+
+        So a model that is gone for good does not fill the queue. Returns how many.
+        """
         with self._database.writing() as session:
-            return _fail_exhausted(session, read_clock(session), None, self.ttl)
+            now = read_clock(session)
+            return _fail_exhausted(session, now, None, self.ttl) + _fail_old(session, now, self.ttl)
 
     def count_unfinished(self, kind: str) -> dict[JobStatus, int]:
         """How many jobs wait, and how many are worked on."""
@@ -215,8 +228,17 @@ def _fail_exhausted(session: Session, now: float, kind: str | None, ttl: float) 
     return len(jobs)
 
 
+def _fail_old(session: Session, now: float, ttl: float) -> int:
+    query = select(Job).where(is_free(now), Job.created_at < now - ttl)
+    jobs = session.scalars(query.order_by(Job.sequence).with_for_update(skip_locked=True)).all()
+    for job in jobs:
+        message = f"this {job.kind} was not made within {ttl:g} seconds: {job.model} was busy, or not ready"
+        _fail(job, NEVER_STARTED, message, now, ttl)
+    return len(jobs)
+
+
 def _fail(job: Job, code: str, message: str, now: float, ttl: float) -> None:
-    job.error_code = code
+    job.error_code = code[:64]
     # Postgres takes neither lone surrogates nor U+0000.
     job.error_message = message.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
     _finish(job, JobStatus.FAILED, now, ttl)

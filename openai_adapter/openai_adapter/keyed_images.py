@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,15 +23,18 @@ from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.image_generation import ImageGenerator, Picture
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.job_files import JobFiles
-from openai_adapter.job_lease import LEASE_SECONDS, Lease, worker_name
+from openai_adapter.job_lease import LEASE_SECONDS, Lease, insist, worker_name
 from openai_adapter.job_queue import Claim, LeaseLostError
 from openai_adapter.job_store import Idempotency, NewJob
 from openai_adapter.job_table import FileEntry, Job, JobStatus
 from openai_adapter.metrics import Metrics
 from openai_adapter.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 KIND = "image"
 _LOOK_SECONDS = 0.2
+_KEEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,6 @@ class KeyedImages:
         again = NewJob(KIND, job.caller, job.model, job.request, idempotency=key, ttl=self._ttl)
         deadline = asyncio.get_running_loop().time() + self._timeout
         while asyncio.get_running_loop().time() < deadline:
-            claim = await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, job_id=job.id)
-            if claim is not None:
-                async with aclosing(self._make(claim, plan, request)) as pictures:
-                    async for picture in pictures:
-                        yield picture
-                return
             now = await self._jobs.get(KIND, job.caller, job.id)
             if now is None:  # it failed, or was removed
                 job = (await idempotency.create_job(self._jobs, again)).job
@@ -106,8 +105,15 @@ class KeyedImages:
                     500, now.error_message or "", code=now.error_code or "server_error", headers=DO_NOT_RETRY
                 )
             elif now.status is JobStatus.COMPLETED:
-                for picture in await self._load(now):
-                    yield picture
+                if (made := await self._load(now)) is not None:
+                    for picture in made:
+                        yield picture
+                    return
+                await self._jobs.delete(KIND, job.caller, job.id)
+            elif claim := await self._claim(now):
+                async with aclosing(self._make(claim, plan, request)) as pictures:
+                    async for picture in pictures:
+                        yield picture
                 return
             else:
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -118,51 +124,68 @@ class KeyedImages:
             headers=DO_NOT_RETRY,
         )
 
+    async def _claim(self, job: Job) -> Claim | None:
+        """The right to make the images, unless somebody else has it."""
+        # By this machine's clock, which need not be the database's: a look more or less.
+        if job.lease_until is not None and job.lease_until > time.time():
+            return None
+        return await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, job_id=job.id)
+
     async def _make(self, claim: Claim, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
         """Make the images; the last one is handed on when all are kept."""
         renewing = asyncio.create_task(Lease(self._jobs, claim).renew_forever())
         images: list[Picture] = []
-        is_kept = False
+        is_made = False
         try:
             async with aclosing(self._generator.stream(claim.job.model, plan, request)) as pictures:
                 async for picture in pictures:
                     if picture.preview is None:
                         images.append(picture)
-                    if len(images) == plan.n:
+                    if len(images) == plan.n and not is_made:
+                        is_made = True
                         await self._keep(claim, images, request)
-                        is_kept = True
                     yield picture
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
-            if not is_kept:
+            if not is_made:
                 await self._forget(claim)
 
     async def _keep(self, claim: Claim, images: list[Picture], request: ImageRequest) -> None:
+        """For whoever asks again; where that fails, the images are handed on all the same."""
         images = sorted(images, key=lambda image: image.index)
         extension = image_files.FORMATS[request.output_format][0]
+        infos = [image.info for image in images]
         entries: dict[str, FileEntry] = {}
-        for image in images:
-            name = f"image{image.index}"
-            entries[name] = await asyncio.to_thread(self._files.put, claim, f"{name}.{extension}", image.file)
-        with contextlib.suppress(LeaseLostError):  # then nobody asks for them again
-            await self._jobs.complete(claim, entries, {"infos": [image.info for image in images]})
-        self._metrics.jobs.labels(KIND, "completed").inc()
+        try:
+            for image in images:
+                name = f"image{image.index}"
+                entries[name] = await asyncio.to_thread(
+                    self._files.put, claim, f"{name}.{extension}", image.file
+                )
+            await insist(lambda: self._jobs.complete(claim, entries, {"infos": infos}), seconds=_KEEP_SECONDS)
+        except LeaseLostError:
+            outcome = "lost"
+        except Exception:
+            logger.exception("%s: the images could not be kept", claim.job.id)
+            outcome = "failed"
+        else:
+            outcome = "completed"
+        self._metrics.jobs.labels(KIND, outcome).inc()
 
     async def _forget(self, claim: Claim) -> None:
         """A failure is not kept: the same request may pass when it comes again."""
         with contextlib.suppress(SQLAlchemyError):
-            await self._jobs.delete(KIND, claim.job.caller, claim.job.id)
+            await self._jobs.discard(claim)
         self._metrics.jobs.labels(KIND, "failed").inc()
 
-    async def _load(self, job: Job) -> list[Picture]:
+    async def _load(self, job: Job) -> list[Picture] | None:
+        """The images of a finished job; None where their files are gone."""
         assert job.result is not None
         pictures = []
         for index, info in enumerate(job.result["infos"]):
             file = await asyncio.to_thread(self._files.read, job.files[f"image{index}"]["name"])
             if file is None:
-                raise ApiError(
-                    500, "the images of this key were removed", code="file_removed", headers=DO_NOT_RETRY
-                )
+                return None
             pictures.append(Picture(index, file, info))
         return pictures

@@ -60,7 +60,7 @@ class Metrics:
         self.jobs = Counter(
             "openai_adapter_jobs",
             "Attempts at jobs that ended here: completed, failed, retried (it will be tried again), or lost (the job "
-            "was deleted, or taken over).",
+            "was deleted or taken over, or what became of it could not be written).",
             ["kind", "outcome"],
             registry=self.registry,
         )

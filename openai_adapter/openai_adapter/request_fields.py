@@ -5,10 +5,10 @@ The description of a field of a pydantic model is what the error about it says i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, TypeVar
 
-from diffusion_backend.errors import invalid, show
+from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 
@@ -37,7 +37,7 @@ def unwrap(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in body.items() if value is not None}
     extra = given.pop("extra_body", {})
-    if not isinstance(extra, dict):
+    if not isinstance(extra, dict) or "extra_body" in extra:
         raise invalid("extra_body", f"'extra_body' is {show(extra)}; allowed: an object of fields")
     for name, value in extra.items():
         if value is None:
@@ -78,6 +78,16 @@ def validate(kind: type[T], given: Mapping[str, Any]) -> T:
         name = str(error.errors(include_url=False)[0]["loc"][0])
         allowed = kind.model_fields[name].description
         raise invalid(name, f"'{name}' is {show(given[name])}; allowed: {allowed}") from None
+
+
+def blame(error: Exception, fields: Container[str]) -> Exception:
+    """A stage's refusal is the client's fault where the client sent the field, or the pipeline refuses the whole.
+
+    ``fields`` are what clients can send. Anything else is returned as our own fault.
+    """
+    if not isinstance(error, DiffusionError) or error.status is not Status.INVALID_ARG:
+        return error
+    return DiffusionError(error.message) if error.param and error.param not in fields else error
 
 
 def _same(one: object, other: object) -> bool:

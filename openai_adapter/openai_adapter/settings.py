@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
+from diffusion_backend import input_image
 from pydantic import BeforeValidator, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -108,12 +109,14 @@ class Settings(BaseSettings):
         20 * 2**20, gt=0, description="largest file of an image that is sent or fetched"
     )
     max_image_pixels: int = Field(
-        64_000_000,
+        input_image.MAX_PIXELS,
         gt=0,
-        le=89_000_000,  # beyond it Pillow warns, and at twice as many refuses by itself
+        le=input_image.MAX_PIXELS,
         description="most pixels of an image that is sent or fetched; decoding needs some 12 bytes for each",
     )
-    max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body, without the image in it")
+    max_body_bytes: int = Field(
+        2 * 2**20, gt=0, description="largest request body; an image may come with it"
+    )
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
     max_images_in_flight: int = Field(
         64,

@@ -11,6 +11,7 @@ import io
 
 import numpy as np
 from diffusion_backend.errors import DiffusionError, invalid
+from diffusion_backend.input_image import fit
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from openai_adapter.image_files import encode
@@ -31,15 +32,18 @@ _UPRIGHT = {
 }
 
 
-def to_png(data: bytes, field: str, max_pixels: int) -> bytes:
+def to_png(data: bytes, field: str, max_pixels: int, size: tuple[int, int] | None = None) -> bytes:
     """The picture in ``data`` as an RGB PNG file; where it is transparent, it lies on white.
+
+    With ``size`` (width, height) it is what a stage would make of the whole picture (``input_image.fit``).
 
     Blocks for as long as decoding takes, and needs some 12 bytes of memory a pixel: call it in a worker thread.
 
     Raises:
         DiffusionError: INVALID_ARG, naming ``field`` and what is allowed.
     """
-    return encode(np.asarray(_on_white(decode(data, field, max_pixels))), "png", 100)
+    image = _on_white(decode(data, field, max_pixels))
+    return encode(np.asarray(fit(image, *size) if size else image), "png", 100)
 
 
 def decode(data: bytes, field: str, max_pixels: int) -> Image.Image:

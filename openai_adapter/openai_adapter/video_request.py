@@ -5,7 +5,6 @@ The rules that the stages go by too belong to ``diffusion_backend.settings``; a 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,7 +17,9 @@ from diffusion_backend.settings import ModelLimits, Settings
 from pydantic import Field
 from starlette.datastructures import UploadFile
 
-from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
+from openai_adapter.bodies import parse_json_object
+from openai_adapter.errors import ApiError
+from openai_adapter.request_fields import Fields, Text, check_names, validate
 
 REFUSED = {
     "n": "a job makes one video",
@@ -32,6 +33,12 @@ _INTEGERS = ("fps", "num_frames", "seed", "num_inference_steps")
 _NUMBERS = ("guidance_scale",)
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?")
+
+
+class RemixRequest(Fields):
+    """The body of a request for a video made anew."""
+
+    prompt: Any = Field(description="a text that is not blank")
 
 
 class VideoRequest(Fields):
@@ -90,13 +97,12 @@ class Plan:
     seconds: str
 
 
-def parse(fields: Mapping[str, Any]) -> VideoRequest:
-    """Check everything in the fields of a JSON object or a form that can be checked without a model.
+def parse(given: Mapping[str, Any]) -> VideoRequest:
+    """Check everything in the fields of a JSON object or a form (``unwrap``) that can be checked without a model.
 
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    given = unwrap(fields)
     check_names(VideoRequest, given, REFUSED)
     _refuse_files(given)
     settings.check_prompt(given.get("prompt"))
@@ -126,8 +132,8 @@ def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
     reference = typed.get("input_reference")
     if isinstance(reference, str) and reference.startswith("{"):
         try:
-            typed["input_reference"] = json.loads(reference)
-        except (ValueError, RecursionError):
+            typed["input_reference"] = parse_json_object(reference.encode())
+        except (ApiError, UnicodeEncodeError):
             raise invalid(
                 "input_reference", f"'input_reference' is {show(reference, 40)}, which is not valid JSON"
             ) from None
@@ -215,10 +221,20 @@ def _parse_seconds(value: object) -> float:
     return float(value)
 
 
-def plan_remix(prompt: object, source: Mapping[str, Any], limits: ModelLimits) -> Settings:
+def parse_remix(given: Mapping[str, Any]) -> str:
+    """The prompt, which is all that can be changed.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
+    """
+    check_names(RemixRequest, given, REFUSED)
+    return settings.check_prompt(given.get("prompt"))
+
+
+def plan_remix(prompt: str, source: Mapping[str, Any], limits: ModelLimits) -> Settings:
     """The settings of a video, with another prompt.
 
     Raises:
-        DiffusionError: INVALID_ARG, the prompt is none, or the model's limits have changed meanwhile.
+        DiffusionError: INVALID_ARG, the model's limits have changed meanwhile.
     """
-    return settings.check(limits, {**source, "prompt": settings.check_prompt(prompt)})
+    return settings.check(limits, {**source, "prompt": prompt})

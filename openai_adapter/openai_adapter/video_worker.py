@@ -21,17 +21,26 @@ from diffusion_backend.settings import Settings as VideoSettings
 from sqlalchemy.exc import SQLAlchemyError
 
 from openai_adapter.async_jobs import AsyncJobs
-from openai_adapter.errors import explain
+from openai_adapter.errors import DO_NOT_RETRY, ApiError, explain
 from openai_adapter.job_files import JobFiles
-from openai_adapter.job_lease import LEASE_SECONDS, Lease, Report, insist, worker_name
+from openai_adapter.job_lease import (
+    LEASE_SECONDS,
+    Lease,
+    WorkTooLongError,
+    insist,
+    insist_in_thread,
+    worker_name,
+)
 from openai_adapter.job_queue import Claim, LeaseLostError
 from openai_adapter.job_table import FileEntry
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
 from openai_adapter.registry import Registry
+from openai_adapter.request_fields import blame
 from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
 from openai_adapter.video_files import VideoFiles
+from openai_adapter.video_request import VideoRequest
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +82,7 @@ class VideoWorker:
         self._timeout = settings.video_timeout_seconds
         self._free = asyncio.Semaphore(settings.max_videos_in_flight)
         self._news = asyncio.Event()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[asyncio.Task[None], str] = {}
 
     def wake(self) -> None:
         """There is a new job."""
@@ -81,8 +90,9 @@ class VideoWorker:
 
     def cancel(self, job_id: str) -> None:
         """The job was deleted. Another adapter's worker learns that from the table."""
-        if task := self._running.get(job_id):
-            task.cancel()
+        for task, running_id in self._running.items():
+            if running_id == job_id:
+                task.cancel()
 
     async def run(self) -> None:
         """Work until cancelled; then give back what is not finished."""
@@ -91,19 +101,18 @@ class VideoWorker:
                 await self._free.acquire()
                 self._start(await self._claim())
         finally:
-            tasks = list(self._running.values())
+            tasks = list(self._running)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, claim: Claim) -> None:
         task = asyncio.create_task(self._work(claim))
-        self._running[claim.job.id] = task
+        self._running[task] = claim.job.id
 
-        def end(_: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[None]) -> None:
             self._free.release()
-            if self._running.get(claim.job.id) is task:
-                del self._running[claim.job.id]
+            del self._running[task]
 
         task.add_done_callback(end)
 
@@ -117,6 +126,8 @@ class VideoWorker:
                     claim := await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, models=ready)
                 ):
                     return claim
+            except SQLAlchemyError as error:
+                logger.warning("the queue of videos cannot be read: %s", error)
             except Exception:
                 logger.exception("the queue of videos could not be read")
             with contextlib.suppress(TimeoutError):
@@ -143,13 +154,12 @@ class VideoWorker:
         """Make and publish the video, or say why not; returns what became of it."""
         lease = Lease(self._jobs, claim)
         try:
-            await lease.hold(self._make_and_publish(claim, lease.report), self._timeout)
+            await lease.hold(self._make_and_publish(claim, lease), self._timeout)
         except LeaseLostError:
             raise
-        except TimeoutError:
+        except WorkTooLongError:
             message = f"the video was not done within {self._timeout:g} seconds"
-            await insist(lambda: self._jobs.fail(claim, "timeout", message))
-            return "failed"
+            return await self._fail(claim, "timeout", message)
         except Exception as error:
             return await self._give_up(claim, error)
         return "completed"
@@ -159,34 +169,40 @@ class VideoWorker:
         job = claim.job
         if _may_pass(error) and job.attempts < job.max_attempts:
             delay = _RETRY_SECONDS * 2 ** (job.attempts - 1)
-            logger.warning("%s: attempt %d failed: %s", job.id, job.attempts, error)
+            logger.warning(
+                "%s: attempt %d failed: %s", job.id, job.attempts, error, exc_info=_unexpected(error)
+            )
             await insist(lambda: self._jobs.release(claim, counts=True, delay=delay))
             return "retried"
-        told = explain(error, job.id)
-        await insist(lambda: self._jobs.fail(claim, told.code or "server_error", told.message))
-        return "failed"
+        told = explain(blame(error, VideoRequest.model_fields), job.id)
+        return await self._fail(claim, told.code or "server_error", told.message)
 
-    async def _make_and_publish(self, claim: Claim, report: Report) -> None:
+    async def _fail(self, claim: Claim, code: str, message: str) -> str:
+        job = await insist(lambda: self._jobs.fail(claim, code, message))
+        return job.status.value  # a ``complete`` whose outcome was not known may have come first
+
+    async def _make_and_publish(self, claim: Claim, lease: Lease) -> None:
         job = claim.job
         settings = VideoSettings.model_validate(job.request["settings"])
         image = await self._jobs.read_image(claim)
 
         async def attempt() -> _Made:
-            return await self._make(job.model, settings, image, report)
+            return await self._make(job.model, settings, image, lease)
 
         made = await self._recovery.run(job.model, attempt)
         entries: dict[str, FileEntry] = {}
         try:
             for name, data in made.files.items():
-                entries[name.partition(".")[0]] = await asyncio.to_thread(self._files.put, claim, name, data)
+                entries[name.partition(".")[0]] = await insist_in_thread(self._files.put, claim, name, data)
             result = {key: made.info.get(key) for key in _SHOWN}
+            await lease.stop()  # what finds the job completed would say that it is lost
             await insist(lambda: self._jobs.complete(claim, entries, result))
         except LeaseLostError:
             await asyncio.to_thread(self._files.remove, [entry["name"] for entry in entries.values()])
             raise
         self._metrics.videos.labels(job.model, settings.quality, str(made.info.get("decode_path"))).inc()
 
-    async def _make(self, model: str, settings: VideoSettings, image: bytes | None, report: Report) -> _Made:
+    async def _make(self, model: str, settings: VideoSettings, image: bytes | None, lease: Lease) -> _Made:
         """One generation, encoded slice by slice while it arrives."""
         assert settings.num_frames
         assert settings.fps
@@ -198,7 +214,7 @@ class VideoWorker:
             ) as answers:
                 async for last in answers:
                     if last.is_progress:
-                        report(100 * last.info["step"] // settings.num_inference_steps)
+                        lease.report(100 * last.info["step"] // settings.num_inference_steps)
                     else:
                         check_slice(last, count)
                         await _in_thread(files.add, last.frames)
@@ -207,7 +223,7 @@ class VideoWorker:
 
     def _ask(self, model: str, settings: VideoSettings, image: bytes | None) -> dict[str, Any]:
         """The arguments of the client: progress where the model's stages tell of it."""
-        facts = self._registry.models[model].denoise_facts or {}
+        facts = self._registry.find(model).denoise_facts or {}
         return {
             **settings.model_dump(exclude_none=True),
             "progress": facts.get("no_progress") is None,
@@ -217,17 +233,35 @@ class VideoWorker:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another attempt may end otherwise: not where a stage has said what is wrong with the request itself."""
+    """Whether another attempt may end otherwise.
+
+    Not where a stage has said what is wrong with the request itself; nor where the model server has lost its work twice
+    (``Recovery``), as it may be this very job that brings a process down, and the work of others with it.
+    """
+    if isinstance(error, ApiError):
+        return not DO_NOT_RETRY.items() <= error.headers.items()
     if isinstance(error, DiffusionError) and error.code not in (None, "internal_error"):
         return error.status in (Status.UNAVAILABLE, Status.CANCELLED)
     return True
 
 
 async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As ``asyncio.to_thread``, but when cancelled it waits for the thread: what it uses is let go of afterwards."""
+    """As ``asyncio.to_thread``, but however often it is cancelled, it waits for the thread.
+
+    What the thread uses is let go of afterwards.
+    """
     running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return running.result()
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """``error`` where it has to be looked into: nobody has put it into words."""
+    return None if isinstance(error, ApiError | DiffusionError) else error

@@ -26,7 +26,7 @@ from openai_adapter.registry import Registry
 from openai_adapter.request_fields import unwrap
 from openai_adapter.settings import Settings
 from openai_adapter.video_files import MEDIA_TYPES
-from openai_adapter.video_request import VideoRequest
+from openai_adapter.video_request import Plan, VideoRequest
 from openai_adapter.video_worker import KIND, VideoWorker
 
 POLL_AFTER_MS = 500  # what clients that poll are asked to wait
@@ -82,38 +82,37 @@ class Videos:
         if is_form(request):
             given = video_request.from_form(given)
         asked = video_request.parse(given)
-        reference = given.pop("input_reference", None)
-        file = None if reference is None else await self._references.read(reference, "input_reference")
-        key = idempotency.read_idempotency(request, given, file)
-        if known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key):
+        sent = await self._references.digest(asked.input_reference)
+        key = idempotency.read_idempotency(request, {**given, "input_reference": sent})
+        if key and (known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key)):
             return known
         model, limits = self._registry.require_ready(asked.model, makes_video=True)
         plan = video_request.plan(asked, limits)
+        await self._require_room()
         content = {
             "settings": plan.settings.model_dump(),
             "seconds": plan.seconds,
             "remixed_from_video_id": None,
         }
-        image = None if file is None else await self._to_png(file)
+        image = await self._read_image(asked.input_reference, plan)
         return await self._submit(NewJob(KIND, caller_of(request), model, content, image, key))
 
     async def remix(self, request: Request, video_id: str) -> Job:
         """A job for the same video with another prompt: same settings, same seed, same image."""
-        fields = unwrap(await read_json_object(request))
-        for name in fields:
-            if name != "prompt":
-                raise invalid(
-                    name, f"{show(name)} is not a known field; allowed: prompt", "unknown_parameter"
-                )
-        key = idempotency.read_idempotency(request, fields)
-        if known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key):
+        given = unwrap(await read_json_object(request))
+        prompt = video_request.parse_remix(given)
+        key = idempotency.read_idempotency(request, given)
+        if key and (known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key)):
             return known
         source = await self.find(request, video_id)
         _require_completed(source)
         model, limits = self._registry.require_ready(source.model, makes_video=True)
-        plan = video_request.plan_remix(fields.get("prompt"), source.request["settings"], limits)
-        content = {**source.request, "settings": plan.model_dump(), "remixed_from_video_id": source.id}
+        settings = video_request.plan_remix(prompt, source.request["settings"], limits)
+        await self._require_room()
+        content = {**source.request, "settings": settings.model_dump(), "remixed_from_video_id": source.id}
         image = await self._jobs.image_of(KIND, caller_of(request), video_id)
+        if image is None and limits.takes_image:  # it was deleted meanwhile
+            raise _no_such_video(video_id)
         return await self._submit(NewJob(KIND, caller_of(request), model, content, image, key))
 
     async def find(self, request: Request, video_id: str) -> Job:
@@ -132,7 +131,8 @@ class Videos:
         deletion = await self._jobs.delete(KIND, caller_of(request), video_id)
         if deletion is None:
             raise _no_such_video(video_id)
-        self._worker.cancel(video_id)
+        if deletion.was_running:
+            self._worker.cancel(video_id)
         await asyncio.to_thread(self._files.remove, deletion.files)
         return video_answers.build_deletion(video_id)
 
@@ -169,19 +169,28 @@ class Videos:
             headers={"Cache-Control": "private"},
         )
 
-    async def _to_png(self, file: bytes) -> bytes:
+    async def _read_image(self, reference: object, plan: Plan) -> bytes | None:
+        """The picture that a video begins with, of the video's size: all that is kept of it."""
+        if reference is None:
+            return None
+        file = await self._references.read(reference, "input_reference")
+        size = (plan.settings.width, plan.settings.height)
         async with self._decoding:
-            return await asyncio.to_thread(uploads.to_png, file, "input_reference", self._max_pixels)
+            return await asyncio.to_thread(uploads.to_png, file, "input_reference", self._max_pixels, size)
 
-    async def _submit(self, new: NewJob) -> Job:
+    async def _require_room(self) -> None:
+        """Requests that come together may be a few more."""
         unfinished = sum((await self._jobs.count_unfinished(KIND)).values())
         if unfinished >= self._max_unfinished:
             raise unavailable(
                 f"the server is busy: {unfinished} videos are waiting or being made", "queue_full"
             )
-        job = (await idempotency.create_job(self._jobs, new)).job
-        self._worker.wake()
-        return job
+
+    async def _submit(self, new: NewJob) -> Job:
+        created = await idempotency.create_job(self._jobs, new)
+        if created.is_new:
+            self._worker.wake()
+        return created.job
 
 
 def routes(videos: Videos) -> APIRouter:

@@ -70,8 +70,10 @@ _GRPC_ERRORS = {
 
 
 _PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
-_MOST_UNREAD = 4  # answers; for more, such as slices of a clip, the server waits
-_DRAIN_SECONDS = 30.0  # that a cancelled request gets to end
+_MOST_UNREAD = 4  # answers; more, such as slices of a clip, stay with the server
+# That a cancelled request gets to end, before its stream is broken off. A clip that is being decoded is done first.
+_DRAIN_SECONDS = 900.0
+_CLOSE_SECONDS = 30.0
 
 
 _NO_IMAGE = np.zeros((0, 0, 3), np.uint8)
@@ -286,9 +288,11 @@ class _Exchange:
             self._call.cancel()
 
     async def _hand_on(self, answer: triton_grpc.InferResult) -> None:
-        """Put it where it is waited for, and wait while much else is there unread."""
+        """Put it where it is waited for, if it is, and wait while much else is there unread."""
+        if self._left.is_set():
+            return
         self._answers.put_nowait(answer)
-        if self._answers.qsize() >= _MOST_UNREAD and not self._left.is_set():
+        if self._answers.qsize() >= _MOST_UNREAD:
             self._room.clear()
             await self._room.wait()
 
@@ -333,7 +337,7 @@ class AsyncDiffusionClient:
     ) -> None:
         await self.close()
 
-    async def close(self, drain_seconds: float = _DRAIN_SECONDS) -> None:
+    async def close(self, drain_seconds: float = _CLOSE_SECONDS) -> None:
         """Close, when what was cancelled has ended, or after ``drain_seconds``."""
         if self._reading:
             await asyncio.wait(self._reading, timeout=drain_seconds)
@@ -419,7 +423,7 @@ class AsyncDiffusionClient:
             DiffusionError: the server could not be told.
         """
         request = infer_request(denoise_model(model), {"cancel": request_id}, f"cancel-{request_id}")
-        async with aclosing(self._exchange(request, None, _DRAIN_SECONDS)) as results:
+        async with aclosing(self._exchange(request, None, _CLOSE_SECONDS)) as results:
             async for _ in results:
                 pass
 

@@ -158,7 +158,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
         plain = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
         if key in RESERVED or key.endswith("_embeds") or not plain:
             raise unusable(f"{GENERATION_CONFIG} has {show(key)}: {show(value)}, which a default cannot be")
-    for key in ("width", "height", "num_inference_steps", "fps", *FRAMES_ARGUMENTS):
+    for key in ("width", "height", "num_inference_steps", *FPS_ARGUMENTS, *FRAMES_ARGUMENTS):
         value = config.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIDE:
             raise unusable(

@@ -48,7 +48,12 @@ def read_image(data: bytes, width: int, height: int, param: str = "image") -> Im
             f"'{param}' is a {image.format} file that is damaged or cut short ({error}); allowed: a whole one",
             "invalid_image",
         ) from None
-    return ImageOps.fit(upright, (width, height), Image.Resampling.LANCZOS)
+    return fit(upright, width, height)
+
+
+def fit(image: Image.Image, width: int, height: int) -> Image.Image:
+    """``image`` scaled until it covers ``width`` x ``height``, and cropped to that about its centre."""
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

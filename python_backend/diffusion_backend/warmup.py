@@ -41,17 +41,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class LatentsOf:
-    """The shape of the latents (without a batch axis) of a default size, and the frames of its clip; of a picture none.
-
-    Of a clip they are not the default's: it is warmed with as few frames as there are two latents of.
-    """
-
-    shape: tuple[int, ...]
-    num_frames: int | None
-
-
-@dataclass(frozen=True)
 class Warmup:
     """The samples of the three stages, and the shape of the latents of the first (without a batch axis)."""
 

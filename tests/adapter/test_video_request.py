@@ -11,6 +11,7 @@ from diffusion_backend.errors import DiffusionError
 from diffusion_backend.settings import MAX_FPS, MAX_SEED, ModelLimits
 from fastapi import FastAPI
 from in_process import send
+from openai_adapter.request_fields import unwrap
 from openai_adapter.video_request import Plan, VideoRequest, from_form, parse, plan, plan_remix
 from test_registry import LIMITS
 from video_server import VIDEOS, refusal
@@ -33,7 +34,7 @@ IMAGE_TO_VIDEO = VIDEO.model_copy(update={"task": "image-to-video"})
 
 
 def plan_of(limits: ModelLimits = VIDEO, **fields: Any) -> Plan:
-    return plan(parse({"prompt": "a fox", **fields}), limits)
+    return plan(parse(unwrap({"prompt": "a fox", **fields})), limits)
 
 
 def error_of(limits: ModelLimits = VIDEO, **fields: Any) -> DiffusionError:
@@ -190,7 +191,7 @@ def test_what_is_refused_names_the_field_its_value_and_what_is_allowed(
 
 def test_null_is_not_given() -> None:
     names = set(VideoRequest.model_fields) - {"prompt"}
-    request = parse({"prompt": "a fox", "extra_body": None, **dict.fromkeys(names), "n": None})
+    request = parse(unwrap({"prompt": "a fox", "extra_body": None, **dict.fromkeys(names), "n": None}))
     assert request == parse({"prompt": "a fox"})
 
 
