@@ -5,7 +5,6 @@ The rules that the stages go by too belong to ``diffusion_backend.settings``; a 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from diffusion_backend.settings import ModelLimits, Settings
 from pydantic import Field
 from starlette.datastructures import UploadFile
 
+from openai_adapter.bodies import parse_json_object
 from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
 
 REFUSED = {
@@ -117,7 +117,11 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
 
 
 def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a form with the types that JSON gives them; what has another form is refused where it is used."""
+    """The fields of a form with the types that JSON gives them; what has another form is refused where it is used.
+
+    Raises:
+        ApiError: 400, ``input_reference`` begins as a JSON object and is none.
+    """
     typed = dict(fields)
     for names, pattern, kind in ((_INTEGERS, _INTEGER, int), (_NUMBERS, _NUMBER, float)):
         for name in names:
@@ -125,12 +129,7 @@ def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
                 typed[name] = kind(typed[name])
     reference = typed.get("input_reference")
     if isinstance(reference, str) and reference.startswith("{"):
-        try:
-            typed["input_reference"] = json.loads(reference)
-        except (ValueError, RecursionError):
-            raise invalid(
-                "input_reference", f"'input_reference' is {show(reference, 40)}, which is not valid JSON"
-            ) from None
+        typed["input_reference"] = parse_json_object(reference, "input_reference")
     return typed
 
 

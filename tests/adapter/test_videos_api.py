@@ -19,8 +19,12 @@ import numpy as np
 import pytest
 from adapter_process import AdapterProcess
 from diffusion_backend.client import DiffusionClient
+from openai_adapter.database import Database
+from openai_adapter.job_store import JobStore, NewJob
+from openai_adapter.job_table import Job
 from openai_adapter.video_files import VideoFiles
 from PIL import Image
+from sqlalchemy import select
 from video_server import (
     ENDLESS,
     IMAGE_TO_VIDEO,
@@ -329,6 +333,26 @@ def test_a_failed_video(start_video_adapter: StartAdapter, video_server: VideoSe
         assert not files_of(adapter)
         metrics = http.get("/metrics").text
         assert 'openai_adapter_jobs_total{kind="video",outcome="failed"} 1.0' in metrics
+
+
+def test_a_job_that_its_model_refuses_fails_at_once(
+    http: httpx.Client, video_adapter: AdapterProcess, done: dict[str, Any]
+) -> None:
+    """As when a model has come back with other limits: another attempt would be refused, too."""
+    database = Database(f"sqlite:///{video_adapter.log.parent / 'jobs.sqlite3'}")
+    with database.reading() as session:
+        content = dict(session.scalars(select(Job).where(Job.id == done["id"])).one().request)
+    content["settings"] = {**content["settings"], "num_frames": 6}
+    job = JobStore(database).create(NewJob("video", "", TEXT_TO_VIDEO, content)).job
+    *_, video = poll(http, job.id)
+    assert video["status"] == "failed"
+    assert video["error"] == {
+        "code": "invalid_value",
+        "message": "'num_frames' is 6; allowed: 1, 5, 9",
+    }
+    with database.reading() as session:
+        assert session.scalars(select(Job.attempts).where(Job.id == job.id)).one() == 1
+    database.close()
 
 
 def test_an_image_in_every_form_gives_the_same_video(http: httpx.Client, video_server: VideoServer) -> None:
