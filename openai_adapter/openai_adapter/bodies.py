@@ -20,7 +20,7 @@ MAX_VALUES = 100_000  # in JSON: far beyond what any request has, and soon read
 _JSON = "application/json"
 _MULTIPART = "multipart/form-data"
 _FORMS = (_MULTIPART, "application/x-www-form-urlencoded")
-_TOO_DEEP = f"the body is nested too deeply; allowed: {MAX_DEPTH} levels"
+_TOO_DEEP = f"is nested too deeply; allowed: {MAX_DEPTH} levels"
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
@@ -35,31 +35,34 @@ async def read_json_object(request: Request) -> dict[str, Any]:
         body = await request.body()
     except ClientDisconnect:
         raise _ended_early() from None
-    return parse_json_object(body)
-
-
-def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that ``body`` is.
-
-    Raises:
-        ApiError: 400, it is not one unambiguous JSON object.
-    """
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise _invalid(f"the body has too many values; allowed: {MAX_VALUES}")
     try:
-        value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise _invalid(_TOO_DEEP) from None
+        text = body.decode()
     except UnicodeDecodeError:
         raise _invalid("the body is not UTF-8") from None
+    return parse_json_object(text)
+
+
+def parse_json_object(text: str, field: str | None = None) -> dict[str, Any]:
+    """The JSON object that the body is, or the text of a ``field`` in it.
+
+    Raises:
+        ApiError: 400 for anything that is not one unambiguous JSON object.
+    """
+    what = "the body" if field is None else f"'{field}'"
+    if sum(map(text.count, ",[{")) > MAX_VALUES:
+        raise _invalid(f"{what} has too many values; allowed: {MAX_VALUES}", field)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _invalid(f"{what} {_TOO_DEEP}", field) from None
     except json.JSONDecodeError as error:
-        raise _invalid(f"the body is not valid JSON: {error}") from None
+        raise _invalid(f"{what} is not valid JSON: {error}", field) from None
     except ValueError:
-        raise _invalid("the body has a number with too many digits") from None
+        raise _invalid(f"{what} has a number with too many digits", field) from None
     if not isinstance(value, dict):
-        raise _invalid("the body is not a JSON object")
+        raise _invalid(f"{what} is not a JSON object", field)
     if _is_deeper(value, MAX_DEPTH):
-        raise _invalid(_TOO_DEEP)
+        raise _invalid(f"{what} {_TOO_DEEP}", field)
     return value
 
 
@@ -176,5 +179,5 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _invalid(f"the body is not valid JSON: {name} is not a number")
 
 
-def _invalid(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_json")
+def _invalid(message: str, field: str | None = None) -> ApiError:
+    return ApiError(400, message, param=field, code="invalid_json")

@@ -18,7 +18,6 @@ from pydantic import Field
 from starlette.datastructures import UploadFile
 
 from openai_adapter.bodies import parse_json_object
-from openai_adapter.errors import ApiError
 from openai_adapter.request_fields import Fields, Text, check_names, validate
 
 REFUSED = {
@@ -123,7 +122,11 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
 
 
 def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a form with the types that JSON gives them; what has another form is refused where it is used."""
+    """The fields of a form with the types that JSON gives them; what has another form is refused where it is used.
+
+    Raises:
+        ApiError: 400, ``input_reference`` begins as a JSON object and is none.
+    """
     typed = dict(fields)
     for names, pattern, kind in ((_INTEGERS, _INTEGER, int), (_NUMBERS, _NUMBER, float)):
         for name in names:
@@ -131,12 +134,7 @@ def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
                 typed[name] = kind(typed[name])
     reference = typed.get("input_reference")
     if isinstance(reference, str) and reference.startswith("{"):
-        try:
-            typed["input_reference"] = parse_json_object(reference.encode())
-        except (ApiError, UnicodeEncodeError):
-            raise invalid(
-                "input_reference", f"'input_reference' is {show(reference, 40)}, which is not valid JSON"
-            ) from None
+        typed["input_reference"] = parse_json_object(reference, "input_reference")
     return typed
 
 

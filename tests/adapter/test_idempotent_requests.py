@@ -211,7 +211,10 @@ def test_another_body_with_the_key_of_images(images: httpx.Client, server: Runni
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     lines = answer.text.splitlines()
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    for event in events:
+        assert event.pop("created_at") > 1_700_000_000  # of the event, not of the picture
+    return events
 
 
 def test_a_stream_that_is_asked_for_again(images: httpx.Client, server: RunningServer) -> None:

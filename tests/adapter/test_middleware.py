@@ -111,7 +111,7 @@ def test_cors_with_keys(make_app: MakeApp) -> None:
     assert_envelope(refused, 401, "invalid_api_key")
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
     exposed = {name.strip() for name in refused.headers["access-control-expose-headers"].split(",")}
-    assert exposed == {"x-request-id", "retry-after", "x-should-retry"}
+    assert exposed == {"x-request-id", "retry-after", "x-should-retry", "openai-poll-after-ms"}
     stranger = send(app, "OPTIONS", "/v1/models", headers={**PREFLIGHT, "origin": "https://other.example"})
     assert_envelope(stranger, 400, "cors_refused")
     assert "access-control-allow-origin" not in stranger.headers

@@ -11,6 +11,7 @@ from diffusion_backend.errors import DiffusionError
 from diffusion_backend.settings import MAX_FPS, MAX_SEED, ModelLimits
 from fastapi import FastAPI
 from in_process import send
+from openai_adapter.errors import ApiError
 from openai_adapter.request_fields import unwrap
 from openai_adapter.video_request import Plan, VideoRequest, from_form, parse, plan, plan_remix
 from test_registry import LIMITS
@@ -240,12 +241,22 @@ def test_a_form_has_the_types_of_json() -> None:
     assert from_form(as_it_is) == as_it_is
 
 
-@pytest.mark.parametrize("text", ['{"image_url"', "{" * 100_000, '{"image_url": ' + "[" * 100_000])
-def test_json_in_a_form_that_is_none(text: str) -> None:
-    with pytest.raises(DiffusionError) as caught:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"image_url"', "is not valid JSON"),
+        ("{" * 100_000, "is not valid JSON"),
+        ('{"image_url": ' + "[" * 100_000, "is nested too deeply"),
+        ('{"image_url": ' + "[" * 900 + "]" * 900 + "}", "is nested too deeply"),
+        ('{"image_url": NaN}', "NaN is not a number"),
+        ('{"image_url": "a", "image_url": "b"}', "'image_url' twice"),
+    ],
+)
+def test_json_in_a_form_that_is_none(text: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
         from_form({"input_reference": text})
-    assert caught.value.param == "input_reference"
-    assert "not valid JSON" in caught.value.message
+    assert caught.value.status == 400
+    assert words in caught.value.message
     assert len(caught.value.message) < 200
 
 
@@ -291,7 +302,7 @@ def test_json_over_http(app: FastAPI, fields: dict[str, Any], param: str, code: 
         ({"user[name]": "x"}, "user", "invalid_value"),
         ({"fps": "8", "extra_body[fps]": "9"}, "fps", "conflicting_values"),
         ({"extra_body[sed]": "9"}, "sed", "unknown_parameter"),
-        ({"input_reference": "{"}, "input_reference", "invalid_value"),
+        ({"input_reference": "{"}, "input_reference", "invalid_json"),
     ],
 )
 def test_a_form_over_http(app: FastAPI, fields: dict[str, str], param: str, code: str) -> None:
@@ -323,7 +334,7 @@ def test_the_boundary_of_a_form_says_nothing_of_its_type(app: FastAPI, boundary:
         ),
         headers={"content-type": f"multipart/form-data; boundary={boundary}"},
     )
-    assert refusal(answer) == (400, "input_reference", "invalid_value")
+    assert refusal(answer) == (400, "input_reference", "invalid_json")
     assert "not valid JSON" in answer.json()["error"]["message"]
 
 

@@ -19,8 +19,12 @@ import numpy as np
 import pytest
 from adapter_process import AdapterProcess
 from diffusion_backend.client import DiffusionClient
+from openai_adapter.database import Database
+from openai_adapter.job_store import JobStore, NewJob
+from openai_adapter.job_table import Job
 from openai_adapter.video_files import VideoFiles
 from PIL import Image
+from sqlalchemy import select
 from video_server import (
     ENDLESS,
     IMAGE_TO_VIDEO,
@@ -39,6 +43,7 @@ from video_server import (
 )
 
 from tests import triton_metrics
+from tests.postgres import new_database
 
 StartAdapter = Callable[..., AdapterProcess]
 FAST: dict[str, Any] = {"seed": 1, "num_inference_steps": 1}
@@ -331,6 +336,26 @@ def test_a_failed_video(start_video_adapter: StartAdapter, video_server: VideoSe
         assert 'openai_adapter_jobs_total{kind="video",outcome="failed"} 1.0' in metrics
 
 
+def test_a_job_that_its_model_refuses_fails_at_once(
+    http: httpx.Client, video_adapter: AdapterProcess, done: dict[str, Any]
+) -> None:
+    """As when a model has come back with other limits: another attempt would be refused, too."""
+    database = Database(f"sqlite:///{video_adapter.log.parent / 'jobs.sqlite3'}")
+    with database.reading() as session:
+        content = dict(session.scalars(select(Job).where(Job.id == done["id"])).one().request)
+    content["settings"] = {**content["settings"], "num_frames": 6}
+    job = JobStore(database).create(NewJob("video", "", TEXT_TO_VIDEO, content)).job
+    *_, video = poll(http, job.id)
+    assert video["status"] == "failed"
+    assert video["error"] == {
+        "code": "invalid_value",
+        "message": "'num_frames' is 6; allowed: 1, 5, 9",
+    }
+    with database.reading() as session:
+        assert session.scalars(select(Job.attempts).where(Job.id == job.id)).one() == 1
+    database.close()
+
+
 def test_an_image_in_every_form_gives_the_same_video(http: httpx.Client, video_server: VideoServer) -> None:
     file = picture()
     url = data_url(file)
@@ -539,6 +564,44 @@ def test_a_video_deleted_through_another_adapter_is_cancelled(
             assert http_of_other.delete(f"{VIDEOS}/{video_id}").status_code == 200
         triton_metrics.wait_until_idle(video_server.metrics_url, 5)
         assert refusal(http.get(f"{VIDEOS}/{video_id}"))[0] == 404
+
+
+def test_several_adapters_on_one_postgres_and_one_store(
+    start_video_adapter: StartAdapter, video_server: VideoServer, postgres: str, tmp_path: Path
+) -> None:
+    """One queue and one list: each job is made once, by either, and fetched from either."""
+    with new_database(postgres) as url, httpx.Client(timeout=60) as one, httpx.Client(timeout=60) as two:
+        shared = ("--database-url", url, "--job-files-url", f"file://{tmp_path / 'shared'}")
+        adapters = [start_video_adapter(*shared, "--max-videos-in-flight", "1") for _ in range(2)]
+        for http, adapter in zip((one, two), adapters, strict=True):
+            http.base_url = adapter.url
+        before = triton_metrics.read(video_server.metrics_url, "requests_total")
+        ids = [
+            create(http, seed=seed, num_inference_steps=50)["id"] for seed in range(4) for http in (one, two)
+        ]
+        for video_id in ids:
+            wait_completed(two, video_id)
+            assert content(one, video_id) == content(two, video_id)
+        assert triton_metrics.read(video_server.metrics_url, "requests_total") == before + len(ids)
+        pages = [http.get(VIDEOS, params={"order": "asc"}).json() for http in (one, two)]
+        assert [video["id"] for video in pages[0]["data"]] == ids
+        assert pages[0] == pages[1]
+        done = 'openai_adapter_jobs_total{kind="video",outcome="completed"} '
+        counts = [
+            sum(
+                float(line.removeprefix(done))
+                for line in http.get("/metrics").text.splitlines()
+                if done in line
+            )
+            for http in (one, two)
+        ]
+        assert sum(counts) == len(ids)
+        assert min(counts) > 0, "one adapter has made all of them"
+        assert not (tmp_path / "jobs.sqlite3").exists()
+        for video_id in ids:
+            assert two.delete(f"{VIDEOS}/{video_id}").status_code == 200
+            assert one.get(f"{VIDEOS}/{video_id}").status_code == 404
+        assert not list((tmp_path / "shared").iterdir())
 
 
 def test_callers_do_not_see_each_others_videos(start_video_adapter: StartAdapter) -> None:
