@@ -57,11 +57,15 @@ class Lease:
         working, renewing = asyncio.create_task(work), asyncio.create_task(self.renew_forever())
         try:
             await asyncio.wait({working, renewing}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            if renewing.done():
-                renewing.result()
-            raise TimeoutError
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+                if working.cancelled():
+                    if renewing.done():
+                        renewing.result()
+                    raise TimeoutError
+            # Also of work that was just being published: then the lease is no more, and nothing is lost.
+            return working.result()
         finally:
             working.cancel()
             renewing.cancel()
@@ -85,15 +89,28 @@ class Lease:
 async def insist(write: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """What ``write`` returns, which is called again while the database cannot be reached, for a minute.
 
+    A write that runs when this is cancelled is waited for: what it has done counts, and its outcome is known.
+
     Raises:
         SQLAlchemyError: it cannot be reached for longer.
     """
     deadline = time.monotonic() + _INSIST_SECONDS
     while True:
         try:
-            return await write()
+            return await _settle(write())
         except SQLAlchemyError as error:
             if time.monotonic() > deadline:
                 raise
             logger.warning("a job could not be written: %s", error)
             await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _settle(write: Coroutine[Any, Any, T]) -> T:
+    writing = asyncio.create_task(write)
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing})
+        if isinstance(writing.exception(), SQLAlchemyError):
+            raise
+        return writing.result()

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, read_clock
-from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, is_free
+from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, bury, is_free
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 
@@ -160,6 +160,15 @@ class JobQueue:
             job.attempts -= not counts
             job.worker = job.heartbeat_at = None
             job.lease_until = now + delay if delay else None
+
+    def discard(self, claim: Claim) -> None:
+        """Leave nothing of the job but its tombstone, as if nobody had asked for it.
+
+        Raises:
+            LeaseLostError: somebody else has the job, or it was deleted.
+        """
+        with self._hold(claim) as (job, now):
+            bury(job, now)
 
     def fail_exhausted(self) -> int:
         """End the jobs, of any kind, whose attempts have all been lost; returns how many."""

@@ -22,9 +22,10 @@ from openai_adapter.image_generation import ImageGenerator, Picture
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_lease import LEASE_SECONDS, Lease, worker_name
+from openai_adapter.job_publishing import publish
 from openai_adapter.job_queue import Claim, LeaseLostError
 from openai_adapter.job_store import Idempotency, NewJob
-from openai_adapter.job_table import FileEntry, Job, JobStatus
+from openai_adapter.job_table import Job, JobStatus
 from openai_adapter.metrics import Metrics
 from openai_adapter.settings import Settings
 
@@ -141,18 +142,19 @@ class KeyedImages:
     async def _keep(self, claim: Claim, images: list[Picture], request: ImageRequest) -> None:
         images = sorted(images, key=lambda image: image.index)
         extension = image_files.FORMATS[request.output_format][0]
-        entries: dict[str, FileEntry] = {}
-        for image in images:
-            name = f"image{image.index}"
-            entries[name] = await asyncio.to_thread(self._files.put, claim, f"{name}.{extension}", image.file)
+        parts = {f"image{image.index}.{extension}": image.file for image in images}
+        result = {"infos": [image.info for image in images]}
         with contextlib.suppress(LeaseLostError):  # then nobody asks for them again
-            await self._jobs.complete(claim, entries, {"infos": [image.info for image in images]})
+            await publish(self._jobs, self._files, claim, parts, result)
         self._metrics.jobs.labels(KIND, "completed").inc()
 
     async def _forget(self, claim: Claim) -> None:
-        """A failure is not kept: the same request may pass when it comes again."""
-        with contextlib.suppress(SQLAlchemyError):
-            await self._jobs.delete(KIND, claim.job.caller, claim.job.id)
+        """A failure is not kept: the same request may pass when it comes again.
+
+        Nothing is taken from a request that has the job by now.
+        """
+        with contextlib.suppress(LeaseLostError, SQLAlchemyError):
+            await self._jobs.discard(claim)
         self._metrics.jobs.labels(KIND, "failed").inc()
 
     async def _load(self, job: Job) -> list[Picture]:
