@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from jobs import CALLER, KIND, key, new_job
@@ -50,8 +51,8 @@ def test_a_claim_whose_caller_was_cancelled_is_given_back(
     claimed_in_thread = threading.Event()
     claim_now = JobQueue.claim
 
-    def claim_slowly(self: JobQueue, kind: str, worker: str, seconds: float, *, job_id: None) -> Claim | None:
-        claimed = claim_now(self, kind, worker, seconds, job_id=job_id)
+    def claim_slowly(self: JobQueue, kind: str, worker: str, seconds: float, **which: Any) -> Claim | None:
+        claimed = claim_now(self, kind, worker, seconds, **which)
         claimed_in_thread.set()
         time.sleep(0.2)
         return claimed
