@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from openai_adapter.job_lease import LEASE_SECONDS
 from openai_adapter.job_table import JobStatus
 from sqlalchemy import make_url
 from tcp_link import TcpLink
-from video_world import Serving, World, body, difference, in_background, serve, wait_for
+from video_world import Serving, World, body, differences, in_background, serve, wait_for
 
 from tests.postgres import new_database
 
 SEEDS = 4
 STEPS = 30  # so that kills hit work
 LONG_STEPS = 800  # of a clip that is made for some seconds
-# Frames of a batch differ by 1/255 from those of one that ran alone; the encoder makes a little more of that.
-TOLERANCE = 12
 FINISH_SECONDS = 240.0
 
 
@@ -73,9 +72,21 @@ def undisturbed(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> l
             clips.append(world.video(world.wait(job_id, "completed")))
     finally:
         world.close()
-    # Else a clip of another seed would pass for the right one.
-    assert min(difference(clips[0], clip) for clip in clips[1:]) > 2 * TOLERANCE
     return clips
+
+
+def assert_right(file: bytes, seed: int, undisturbed: list[bytes]) -> None:
+    """A clip of a batch may differ from one that was made alone: by 1/255, in a few values.
+
+    The encoder makes more of that, of single values up to a tenth of all: so it is each frame's mean that has to be
+    nearer to the right clip's than to any other's, by far.
+    """
+    if file == undisturbed[seed]:
+        return
+    own = differences(file, undisturbed[seed])
+    others = [differences(file, clip) for number, clip in enumerate(undisturbed) if number != seed]
+    print(f"seed {seed}, not as made alone: {own.round(2)}; from others: {np.min(others, axis=0).round(2)}")
+    assert (own < np.min(others, axis=0) / 2).all()
 
 
 @pytest.mark.parametrize(("jobs", "kills"), [(12, 2), pytest.param(60, 12, marks=pytest.mark.long)])
@@ -119,11 +130,8 @@ def test_kills_at_random_moments(
     twice = sum(job.token - 1 for job in rows)
     print(f"{engine}: {jobs} jobs, {kills} kills, {seconds:.0f} s; work begun again {twice} times")
     assert [(job.status, job.error_message) for job in rows] == [(JobStatus.COMPLETED, None)] * jobs
-    differences = [difference(world.video(job), undisturbed[job.request["settings"]["seed"]]) for job in rows]
-    print(
-        f"clips with other bytes than made alone: {sum(map(bool, differences))}, by {max(differences)} at most"
-    )
-    assert max(differences) <= TOLERANCE
+    for job in rows:
+        assert_right(world.video(job), job.request["settings"]["seed"], undisturbed)
     print(f"the sweep removed {world.sweep()}")
     published = {entry["name"] for job in rows for entry in job.files.values()}
     assert world.names() == published

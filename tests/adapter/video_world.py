@@ -196,12 +196,10 @@ def decode(file: bytes) -> Frames:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def difference(file: bytes, other: bytes) -> int:
-    """The largest of any value of any frame; clips of other sizes count as wholly different."""
-    if file == other:
-        return 0
+def differences(file: bytes, other: bytes) -> npt.NDArray[np.float64]:
+    """The mean one of each frame; clips of other sizes count as wholly different."""
     a, b = decode(file).astype(int), decode(other).astype(int)
-    return int(np.abs(a - b).max()) if a.shape == b.shape else 255
+    return np.abs(a - b).mean(axis=(1, 2, 3)) if a.shape == b.shape else np.full(len(b), 255.0)
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:
