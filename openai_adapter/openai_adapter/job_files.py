@@ -6,6 +6,7 @@ file whose attempt never published is known as one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -45,12 +46,17 @@ class JobFiles:
         """
         if not _PART.fullmatch(part):
             raise ValueError(f"{part!r} is no name of a part")
-        name = f"{claim.job.id}.{claim.token}.{part}"
+        name = _name(claim, part)
         unfinished = self._path(name + _UNFINISHED)
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(unfinished, data)
-        self._sync(unfinished)
-        self._fs.mv(unfinished, self._path(name))
+        try:
+            self._fs.pipe_file(unfinished, data)
+            self._sync(unfinished)
+            self._fs.mv(unfinished, self._path(name))
+        except BaseException:  # the disk is full: what was written would keep it so
+            with contextlib.suppress(OSError):
+                self._remove(name + _UNFINISHED)
+            raise
         self._sync(self._root)
         return {"name": name, "bytes": len(data)}
 
@@ -67,6 +73,10 @@ class JobFiles:
     def remove(self, names: Iterable[str]) -> int:
         """Remove these where they still are; returns how many were."""
         return sum(self._remove(name) for name in names if _NAME.fullmatch(name))
+
+    def discard(self, claim: Claim, parts: Iterable[str]) -> int:
+        """Remove what an attempt has stored, or some of it; returns how many files that were."""
+        return self.remove(_name(claim, part) for part in parts)
 
     def find_all(self) -> Sequence[StoredFile]:
         """Every file, unfinished ones included; what is not of a job is passed over."""
@@ -100,3 +110,7 @@ class JobFiles:
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+def _name(claim: Claim, part: str) -> str:
+    return f"{claim.job.id}.{claim.token}.{part}"

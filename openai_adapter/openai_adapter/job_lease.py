@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -19,7 +19,6 @@ from openai_adapter.job_queue import Claim
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 LEASE_SECONDS = 15.0
@@ -46,7 +45,6 @@ class Lease:
         self._claim = claim
         self._percent = 0
         self._news = asyncio.Event()
-        self._renewing: asyncio.Task[None] | None = None
 
     def report(self, percent: int) -> None:
         """How far the work is; it is written soon, and only the last word counts."""
@@ -61,31 +59,22 @@ class Lease:
             LeaseLostError: somebody else has the job, or it was deleted; ``work`` was cancelled.
             WorkTooLongError: it took longer than ``seconds``; it was cancelled.
         """
-        deadline = time.monotonic() + seconds
-        working = asyncio.create_task(work)
-        self._renewing = asyncio.create_task(self.renew_forever())
-        waiting: set[asyncio.Task[Any]] = {working, self._renewing}
+        working, renewing = asyncio.create_task(work), asyncio.create_task(self.renew_forever())
         try:
-            while not working.done():
-                left = deadline - time.monotonic()
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=max(0, left), return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
+            await asyncio.wait({working, renewing}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+                if working.cancelled():
+                    if renewing.done():
+                        renewing.result()
                     raise WorkTooLongError
-                if working not in done and not self._renewing.cancelled():
-                    self._renewing.result()
+            # Also of work that was just being published: then the lease is no more, and nothing is lost.
             return working.result()
         finally:
             working.cancel()
-            self._renewing.cancel()
-            await asyncio.gather(working, self._renewing, return_exceptions=True)
-
-    async def stop(self) -> None:
-        """Renew it no more: the work is done, and what remains is to say so."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait({self._renewing})
+            renewing.cancel()
+            await asyncio.gather(working, renewing, return_exceptions=True)
 
     async def renew_forever(self) -> None:
         """Renew the lease until cancelled, or it is lost (``LeaseLostError``)."""
@@ -115,13 +104,15 @@ async def insist(
 ) -> T:
     """What ``write`` returns, which is called again while it raises what may pass, for so many seconds.
 
+    A write that runs when this is cancelled is waited for: what it has done counts, and its outcome is known.
+
     Raises:
         Exception: what it raised last.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return await write()
+            return await _settle(write(), passing)
         except passing as error:
             if time.monotonic() > deadline:
                 raise
@@ -129,6 +120,12 @@ async def insist(
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def insist_in_thread(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same of what writes a file, and blocks."""
-    return await insist(lambda: asyncio.to_thread(write, *args, **kwargs), (OSError,))
+async def _settle(write: Coroutine[Any, Any, T], passing: tuple[type[Exception], ...]) -> T:
+    writing = asyncio.create_task(write)
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing})
+        if isinstance(writing.exception(), passing):
+            raise
+        return writing.result()

@@ -7,7 +7,7 @@ that was thought lost can run twice, but one attempt alone publishes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,14 +147,6 @@ class JobQueue:
             _fail(job, code, message, read_clock(session), self.ttl)
         return job
 
-    def discard(self, claim: Claim) -> Sequence[str]:
-        """Leave nothing of the job but its tombstone, if this claim still holds it; returns the names of its files."""
-        try:
-            with self._hold(claim) as (job, now):
-                return bury(job, now)
-        except LeaseLostError:
-            return []
-
     def release(self, claim: Claim, *, counts: bool, delay: float = 0.0) -> None:
         """Give the job back to the queue, at its old place. ``counts``: whether this was an attempt at it.
 
@@ -169,6 +161,15 @@ class JobQueue:
             job.attempts -= not counts
             job.worker = job.heartbeat_at = None
             job.lease_until = now + delay if delay else None
+
+    def discard(self, claim: Claim) -> None:
+        """Leave nothing of the job but its tombstone, as if nobody had asked for it.
+
+        Raises:
+            LeaseLostError: somebody else has the job, or it was deleted.
+        """
+        with self._hold(claim) as (job, now):
+            bury(job, now)
 
     def fail_exhausted(self) -> int:
         """End the jobs, of any kind, whose attempts have all been lost, and those that wait for longer than ``ttl``.

@@ -23,10 +23,11 @@ from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.image_generation import ImageGenerator, Picture
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.job_files import JobFiles
-from openai_adapter.job_lease import LEASE_SECONDS, Lease, insist, worker_name
+from openai_adapter.job_lease import LEASE_SECONDS, Lease, worker_name
+from openai_adapter.job_publishing import publish
 from openai_adapter.job_queue import Claim, LeaseLostError
 from openai_adapter.job_store import Idempotency, NewJob
-from openai_adapter.job_table import FileEntry, Job, JobStatus
+from openai_adapter.job_table import Job, JobStatus
 from openai_adapter.metrics import Metrics
 from openai_adapter.settings import Settings
 
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 KIND = "image"
 _LOOK_SECONDS = 0.2
-_KEEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,10 @@ class KeyedImages:
         """For whoever asks again; where that fails, the images are handed on all the same."""
         images = sorted(images, key=lambda image: image.index)
         extension = image_files.FORMATS[request.output_format][0]
-        infos = [image.info for image in images]
-        entries: dict[str, FileEntry] = {}
+        parts = {f"image{image.index}.{extension}": image.file for image in images}
+        result = {"infos": [image.info for image in images]}
         try:
-            for image in images:
-                name = f"image{image.index}"
-                entries[name] = await asyncio.to_thread(
-                    self._files.put, claim, f"{name}.{extension}", image.file
-                )
-            await insist(lambda: self._jobs.complete(claim, entries, {"infos": infos}), seconds=_KEEP_SECONDS)
+            await publish(self._jobs, self._files, claim, parts, result)
         except LeaseLostError:
             outcome = "lost"
         except Exception:
@@ -174,8 +169,11 @@ class KeyedImages:
         self._metrics.jobs.labels(KIND, outcome).inc()
 
     async def _forget(self, claim: Claim) -> None:
-        """A failure is not kept: the same request may pass when it comes again."""
-        with contextlib.suppress(SQLAlchemyError):
+        """A failure is not kept: the same request may pass when it comes again.
+
+        Nothing is taken from a request that has the job by now.
+        """
+        with contextlib.suppress(LeaseLostError, SQLAlchemyError):
             await self._jobs.discard(claim)
         self._metrics.jobs.labels(KIND, "failed").inc()
 

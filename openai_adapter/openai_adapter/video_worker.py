@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from diffusion_backend.client import check_slice, require_final
 from diffusion_backend.errors import DiffusionError, Status
@@ -23,16 +22,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, explain
 from openai_adapter.job_files import JobFiles
-from openai_adapter.job_lease import (
-    LEASE_SECONDS,
-    Lease,
-    WorkTooLongError,
-    insist,
-    insist_in_thread,
-    worker_name,
-)
+from openai_adapter.job_lease import LEASE_SECONDS, Lease, WorkTooLongError, insist, worker_name
+from openai_adapter.job_publishing import in_thread, publish
 from openai_adapter.job_queue import Claim, LeaseLostError
-from openai_adapter.job_table import FileEntry
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
 from openai_adapter.registry import Registry
@@ -43,9 +35,6 @@ from openai_adapter.video_files import VideoFiles
 from openai_adapter.video_request import VideoRequest
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 KIND = "video"
 _POLL_SECONDS = 0.5
@@ -190,16 +179,8 @@ class VideoWorker:
             return await self._make(job.model, settings, image, lease)
 
         made = await self._recovery.run(job.model, attempt)
-        entries: dict[str, FileEntry] = {}
-        try:
-            for name, data in made.files.items():
-                entries[name.partition(".")[0]] = await insist_in_thread(self._files.put, claim, name, data)
-            result = {key: made.info.get(key) for key in _SHOWN}
-            await lease.stop()  # what finds the job completed would say that it is lost
-            await insist(lambda: self._jobs.complete(claim, entries, result))
-        except LeaseLostError:
-            await asyncio.to_thread(self._files.remove, [entry["name"] for entry in entries.values()])
-            raise
+        result = {key: made.info.get(key) for key in _SHOWN}
+        await publish(self._jobs, self._files, claim, made.files, result)
         self._metrics.videos.labels(job.model, settings.quality, str(made.info.get("decode_path"))).inc()
 
     async def _make(self, model: str, settings: VideoSettings, image: bytes | None, lease: Lease) -> _Made:
@@ -217,9 +198,9 @@ class VideoWorker:
                         lease.report(100 * last.info["step"] // settings.num_inference_steps)
                     else:
                         check_slice(last, count)
-                        await _in_thread(files.add, last.frames)
+                        await in_thread(files.add, last.frames)
                         count += len(last.frames)
-            return _Made(await _in_thread(files.finish), require_final(last).info)
+            return _Made(await in_thread(files.finish), require_final(last).info)
 
     def _ask(self, model: str, settings: VideoSettings, image: bytes | None) -> dict[str, Any]:
         """The arguments of the client: progress where the model's stages tell of it."""
@@ -243,23 +224,6 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, DiffusionError) and error.code not in (None, "internal_error"):
         return error.status in (Status.UNAVAILABLE, Status.CANCELLED)
     return True
-
-
-async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As ``asyncio.to_thread``, but however often it is cancelled, it waits for the thread.
-
-    What the thread uses is let go of afterwards.
-    """
-    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return running.result()
 
 
 def _unexpected(error: Exception) -> Exception | None:

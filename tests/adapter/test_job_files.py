@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -98,3 +100,29 @@ def test_a_file_is_on_the_disk_before_its_name_is(folder: Path, monkeypatch: pyt
     JobFiles(f"file://{folder}").put(attempt(), "video.mp4", b"0123456789")
     name = f"{JOB_ID}.1.video.mp4"
     assert synced == [(f"{name}.tmp", [f"{name}.tmp"]), ("jobs", [name])]
+
+
+def test_discard(files: JobFiles) -> None:
+    for token in (1, 2):
+        files.put(attempt(token), "video.mp4", b"v")
+    assert files.discard(attempt(2), ["video.mp4", "thumbnail.webp"]) == 1
+    assert [file.token for file in files.find_all()] == [1]
+
+
+def test_a_full_disk_is_not_filled_further(folder: Path) -> None:
+    """What there was room for is removed again: a real limit of the system, in a process of its own."""
+    script = f"""if True:
+        import resource, signal
+        from openai_adapter.job_files import JobFiles
+        from openai_adapter.job_queue import Claim
+        from openai_adapter.job_table import Job
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            JobFiles("file://{folder}").put(Claim(Job(id="{JOB_ID}"), 1, 1.0), "video.mp4", b"v" * 5000)
+        except OSError as error:
+            print(error.errno == 27)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+    assert list(folder.iterdir()) == []

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from job_processes import PROCESSES, claim_all
-from jobs import CALLER, KIND, claim, create, expire, new_job, row
+from jobs import CALLER, KIND, claim, create, expire, key, new_job, row, shift
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue, LeaseLostError
 from openai_adapter.job_store import JobStore
@@ -274,3 +274,65 @@ def test_no_claims_of_an_empty_queue(queue: JobQueue, store: JobStore) -> None:
     assert queue.claim(KIND, "worker", 1) is None
     store.create(new_job())
     assert queue.claim(KIND, "worker", 1) is not None
+
+
+def test_only_jobs_of_the_models_are_claimed(store: JobStore, queue: JobQueue) -> None:
+    create(store, model="unloaded")
+    (job,) = create(store)
+    assert claim(queue, models=["tiny-wan", "other"]).job.id == job.id
+    assert queue.claim(KIND, "worker", 1, models=["tiny-wan", "other"]) is None
+    assert queue.claim(KIND, "worker", 1, models=[]) is None
+
+
+def test_a_job_that_is_given_back_for_later(database: Database, store: JobStore, queue: JobQueue) -> None:
+    (job,) = create(store)
+    queue.release(claim(queue), counts=True, delay=500)
+    waiting = get(store, job)
+    assert (waiting.status, waiting.attempts, waiting.worker) == (JobStatus.QUEUED, 1, None)
+    assert queue.claim(KIND, "worker", 1) is None
+    shift(database, job.id, lease_until=-501)
+    assert claim(queue).token == 2
+
+
+def test_the_image_is_its_holders(database: Database, store: JobStore, queue: JobQueue) -> None:
+    create(store, image=b"image")
+    first = claim(queue)
+    assert queue.read_image(first) == b"image"
+    expire(database, first)
+    second = claim(queue)
+    with pytest.raises(LeaseLostError):
+        queue.read_image(first)
+    assert queue.read_image(second) == b"image"
+    store.delete(KIND, CALLER, second.job.id)
+    with pytest.raises(LeaseLostError):
+        queue.read_image(second)
+
+
+def test_a_job_without_an_image(store: JobStore, queue: JobQueue) -> None:
+    create(store)
+    assert queue.read_image(claim(queue)) is None
+
+
+def test_discard(store: JobStore, queue: JobQueue) -> None:
+    (job,) = create(store, idempotency=key())
+    claimed = claim(queue)
+    queue.discard(claimed)
+    assert store.get(KIND, CALLER, job.id) is None
+    with pytest.raises(LeaseLostError):
+        queue.complete(claimed, FILES)
+    assert store.create(new_job(idempotency=key(digest="other"))).is_new
+
+
+def test_only_the_holder_discards(database: Database, store: JobStore, queue: JobQueue) -> None:
+    """What another one makes, or has made, is not its to take."""
+    (job,) = create(store)
+    first = claim(queue)
+    expire(database, first)
+    second = claim(queue)
+    with pytest.raises(LeaseLostError):
+        queue.discard(first)
+    queue.complete(second, FILES)
+    for each in (first, second):
+        with pytest.raises(LeaseLostError):
+            queue.discard(each)
+    assert get(store, job).status is JobStatus.COMPLETED

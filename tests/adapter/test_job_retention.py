@@ -239,3 +239,29 @@ def test_the_sweep_counts_and_goes_on_after_a_failure(
     failed = store.get(KIND, CALLER, lost.job.id)
     assert failed is not None
     assert failed.status is JobStatus.FAILED
+
+
+def test_a_job_that_nobody_finishes_is_removed(
+    database: Database, store: JobStore, queue: JobQueue, files: JobFiles
+) -> None:
+    """Where it has a time to live: queued, or left by a worker that is gone; others wait for ever."""
+    (waits,) = create(store)
+    waiting, left, young = (create(store, ttl=500)[0] for _ in range(3))
+    claimed = claim(queue, job_id=left.id)
+    files.put(claimed, "video.mp4", b"v")
+    for job in (waiting, left):
+        shift(database, job.id, expires_at=-501)
+    assert enforce_retention(database, files, FOREVER) == Removed(2, 0, 0, 1)
+    assert ids(store) == [waits.id, young.id]
+    assert claim(queue).job.id == waits.id
+
+
+def test_a_video_beyond_the_limit_by_itself(
+    database: Database, store: JobStore, queue: JobQueue, files: JobFiles
+) -> None:
+    (job,) = create(store)
+    complete(queue, files, size=10)
+    limits = Limits(max_bytes=9, tombstone_seconds=500)
+    assert enforce_retention(database, files, limits) == Removed(0, 1, 0, 0)
+    assert enforce_retention(database, files, limits) == NOTHING
+    assert (store.get(KIND, CALLER, job.id), names(files)) == (None, [])

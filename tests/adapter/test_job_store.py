@@ -10,7 +10,8 @@ from jobs import CALLER, KIND, claim, create, key, new_job, row
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue, LeaseLostError
 from openai_adapter.job_store import Deletion, IdempotencyConflictError, JobStore
-from openai_adapter.job_table import JobStatus
+from openai_adapter.job_table import Job, JobStatus
+from sqlalchemy import select
 
 STRANGE = "\0 \ud800 \U0001f98a \\u0000 ' \" % 狐"
 
@@ -155,3 +156,15 @@ def test_delete_a_failed_job(store: JobStore, queue: JobQueue) -> None:
     job = queue.fail(claim(queue), "code", "message")
     assert store.delete(KIND, CALLER, job.id) == Deletion(was_running=False, files=[])
     assert store.get(KIND, CALLER, job.id) is None
+
+
+def test_the_image_is_its_callers_until_it_is_deleted(database: Database, store: JobStore) -> None:
+    (job,) = create(store, image=b"image")
+    assert store.image_of(KIND, CALLER, job.id) == b"image"
+    assert store.image_of(KIND, "other", job.id) is None
+    assert store.image_of("image", CALLER, job.id) is None
+    assert store.image_of(KIND, CALLER, "video_\0") is None
+    store.delete(KIND, CALLER, job.id)
+    assert store.image_of(KIND, CALLER, job.id) is None
+    with database.reading() as session:
+        assert session.scalar(select(Job.image).where(Job.id == job.id)) is None

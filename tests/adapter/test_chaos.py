@@ -1,0 +1,263 @@
+"""Whatever is killed, and whenever: each video is made, is right, and is published once."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from openai_adapter.job_lease import LEASE_SECONDS
+from openai_adapter.job_table import JobStatus
+from sqlalchemy import make_url
+from tcp_link import TcpLink
+from video_world import Serving, World, body, differences, in_background, serve, wait_for
+
+from tests.postgres import new_database
+
+SEEDS = 4
+STEPS = 30  # so that kills hit work
+LONG_STEPS = 800  # of a clip that is made for some seconds
+FINISH_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serve(tmp_path_factory.mktemp("chaos")) as serving:
+        yield serving
+
+
+@pytest.fixture
+def make_world(serving: Serving, tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Makes a world of one database."""
+    worlds: list[World] = []
+
+    def make(url: str, *flags: str) -> World:
+        worlds.append(World(serving, tmp_path, url, flags))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def postgres_url(postgres: str) -> Iterator[str]:
+    with new_database(postgres) as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The clip of each seed, made alone."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    world = World(serving, folder, f"sqlite:///{folder / 'jobs.sqlite3'}")
+    try:
+        adapter = world.start()
+        adapter.wait("/health")
+        clips = []
+        for seed in range(SEEDS):
+            job_id = world.post(adapter, seed=seed, steps=STEPS)
+            clips.append(world.video(world.wait(job_id, "completed")))
+    finally:
+        world.close()
+    return clips
+
+
+def assert_right(file: bytes, seed: int, undisturbed: list[bytes]) -> None:
+    """A clip of a batch may differ from one that was made alone: by 1/255, in a few values.
+
+    The encoder makes more of that, of single values up to a tenth of all: so it is each frame's mean that has to be
+    nearer to the right clip's than to any other's, by far.
+    """
+    if file == undisturbed[seed]:
+        return
+    own = differences(file, undisturbed[seed])
+    others = [differences(file, clip) for number, clip in enumerate(undisturbed) if number != seed]
+    print(f"seed {seed}, not as made alone: {own.round(2)}; from others: {np.min(others, axis=0).round(2)}")
+    assert (own < np.min(others, axis=0) / 2).all()
+
+
+@pytest.mark.parametrize(("jobs", "kills"), [(12, 2), pytest.param(60, 12, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("engine", "adapters"), [("postgres", 2), ("sqlite", 1)])
+def test_kills_at_random_moments(
+    request: pytest.FixtureRequest,
+    make_world: Callable[..., World],
+    undisturbed: list[bytes],
+    engine: str,
+    adapters: int,
+    jobs: int,
+    kills: int,
+) -> None:
+    """Adapters are killed, and tritonserver once: all jobs end, completed, with the right clip and no file beside."""
+    randomness = secrets.randbits(32)
+    print(f"seed of the moments: {randomness}")
+    choose = random.Random(randomness)
+    world = make_world(request.getfixturevalue(f"{engine}_url"))
+    for _ in range(adapters):
+        world.start().wait("/health")
+    started = time.monotonic()
+
+    def submit() -> None:
+        for number in range(jobs):
+            world.insist(f"job {number}".replace(" ", "-"), seed=number % SEEDS, steps=STEPS)
+
+    submitting = in_background(submit)
+    for number in range(kills):
+        time.sleep(choose.uniform(0.5, 6))
+        if number == kills // 2:
+            world.serving.kill_tritonserver()
+        world.kill(choose.randrange(adapters))
+    submitting.join()
+
+    def are_done() -> bool:
+        return all(job.completed_at for job in world.rows())
+
+    wait_for(are_done, FINISH_SECONDS, "for all jobs to end")
+    seconds = time.monotonic() - started
+    rows = world.rows()
+    twice = sum(job.token - 1 for job in rows)
+    print(f"{engine}: {jobs} jobs, {kills} kills, {seconds:.0f} s; work begun again {twice} times")
+    assert [(job.status, job.error_message) for job in rows] == [(JobStatus.COMPLETED, None)] * jobs
+    for job in rows:
+        assert_right(world.video(job), job.request["settings"]["seed"], undisturbed)
+    print(f"the sweep removed {world.sweep()}")
+    published = {entry["name"] for job in rows for entry in job.files.values()}
+    assert world.names() == published
+    assert len(published) == 3 * jobs
+    for job in rows:
+        assert {entry["name"].split(".")[1] for entry in job.files.values()} == {str(job.token)}
+
+
+def test_an_adapter_that_is_stopped_gives_its_jobs_back(
+    make_world: Callable[..., World], sqlite_url: str
+) -> None:
+    world = make_world(sqlite_url)
+    adapter = world.start()
+    adapter.wait("/health")
+    ids = [world.post(adapter, steps=LONG_STEPS, seed=seed) for seed in range(3)]
+    wait_for(lambda: all(world.row(job_id).progress > 0 for job_id in ids[:2]), 60)
+    started = time.monotonic()
+    assert adapter.stop() == 0
+    print(f"stopped within {time.monotonic() - started:.1f} s")
+    rows = [world.row(job_id) for job_id in ids]
+    assert [(job.status, job.attempts, job.lease_until) for job in rows] == [(JobStatus.QUEUED, 0, None)] * 3
+    assert world.names() == set()
+
+
+def test_an_adapter_that_was_frozen(make_world: Callable[..., World], postgres_url: str) -> None:
+    """Its lease runs out, another one makes the video, and what the frozen one has made is refused and removed."""
+    world = make_world(postgres_url)
+    frozen = world.start()
+    frozen.wait("/health")
+    job_id = world.post(frozen, steps=LONG_STEPS)
+    wait_for(lambda: world.row(job_id).progress > 0, 60)
+    other = world.start()
+    other.wait("/health")
+    assert world.row(job_id).status is JobStatus.IN_PROGRESS
+    os.kill(frozen.process.pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: world.row(job_id).token == 2, LEASE_SECONDS + 10)
+        done = world.wait(job_id, "completed", 120)
+        published = world.names()
+    finally:
+        os.kill(frozen.process.pid, signal.SIGCONT)
+    frozen.wait("/health")
+    wait_for(lambda: f"{job_id}: lost" in frozen.log.read_text(), 60)
+    after = world.row(job_id)
+    assert (after.token, after.files) == (2, done.files)
+    assert world.names() == published == {entry["name"] for entry in done.files.values()}
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(150, marks=pytest.mark.long)])
+def test_deletions_that_race_completions(
+    make_world: Callable[..., World], postgres_url: str, rounds: int
+) -> None:
+    """Through either adapter: what is deleted is gone, with its files, and without a sweep."""
+    choose = random.Random(7)
+    world = make_world(postgres_url)
+    adapters = [world.start(), world.start()]
+    for adapter in adapters:
+        adapter.wait("/health")
+    found: dict[str, int] = {}
+    for number in range(rounds):
+        job_id = world.post(adapters[0], seed=number, steps=STEPS)
+        time.sleep(choose.uniform(0, 1.2))
+        url = f"{choose.choice(adapters).url}/v1/videos/{job_id}"
+        status = httpx.get(url, timeout=60).json()["status"]
+        found[status] = found.get(status, 0) + 1
+        assert httpx.delete(url, timeout=60).json() == {
+            "id": job_id,
+            "object": "video.deleted",
+            "deleted": True,
+        }
+        assert [httpx.get(url + tail, timeout=60).status_code for tail in ("", "/content")] == [404, 404]
+    print(f"deleted while: {found}")
+    wait_for(lambda: world.names() == set(), 30, f"for no files: {world.names()}")
+    assert world.rows() == []
+
+
+def test_a_database_that_is_away_for_a_while(make_world: Callable[..., World], postgres_url: str) -> None:
+    """What runs goes on, clients are told to come again, and nothing is lost."""
+    world = make_world(postgres_url)
+    url = make_url(postgres_url)
+    with TcpLink(f"{url.host}:{url.port}") as link:
+        port = int(link.address.rpartition(":")[2])
+        through = url.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+        adapter = world.start(database_url=through)
+        adapter.wait("/health")
+        ids = [world.post(adapter, steps=LONG_STEPS, seed=seed) for seed in range(3)]
+        wait_for(lambda: world.row(ids[0]).progress > 0, 60)
+        link.cut()
+        moment = time.monotonic()
+        while time.monotonic() < moment + 6:
+            for answer in (
+                httpx.get(f"{adapter.url}/v1/videos/{ids[0]}", timeout=30),
+                httpx.post(f"{adapter.url}/v1/videos", json=body(), timeout=30),
+            ):
+                assert answer.status_code == 503, answer.text
+                assert answer.json()["error"]["message"] == "the database of jobs cannot be used now"
+                assert answer.headers["retry-after"]
+            assert httpx.get(f"{adapter.url}/health", timeout=30).status_code == 200
+        link.mend()
+        for job_id in ids:
+            world.wait(job_id, "completed", 120)
+        assert adapter.process.poll() is None
+        assert [job.id for job in world.rows()] == ids
+        assert sum(job.token - 1 for job in world.rows()) == 0
+
+
+def test_a_store_that_refuses(make_world: Callable[..., World], sqlite_url: str) -> None:
+    """The job fails in the end, with no word of the store; the next one passes once the store takes files."""
+    world = make_world(sqlite_url)
+    world.files_folder.write_text("no folder")
+    adapter = world.start()
+    adapter.wait("/health")
+    job_id = world.post(adapter)
+    failed = world.wait(job_id, "failed", 60)
+    assert (failed.error_code, failed.attempts) == ("server_error", failed.max_attempts)
+    assert failed.error_message is not None
+    assert "/" not in failed.error_message
+    world.files_folder.unlink()
+    world.wait(world.post(adapter), "completed")
+
+
+def test_videos_larger_than_all_may_be(make_world: Callable[..., World], sqlite_url: str) -> None:
+    """They are removed as soon as they are swept, and the adapter lives on."""
+    world = make_world(sqlite_url, "--job-max-bytes", "10", "--job-ttl-seconds", "5")
+    adapter = world.start()
+    adapter.wait("/health")
+    ids = [world.post(adapter, seed=seed) for seed in range(3)]
+    wait_for(lambda: world.rows() == [] and world.names() == set(), 60)
+    assert [httpx.get(f"{adapter.url}/v1/videos/{job_id}").status_code for job_id in ids] == [404] * 3
