@@ -6,7 +6,7 @@ fast float32   the rewritten decoder as a CPU without bfloat16 units has it
 compiled       torch.compile (its default mode) of the VAE's own decoder
 compiled fast  the same in the fast decoder's dtype, in channels_last
 
-All are measured in one run, in shuffled turns, in a process with a stage's environment. Ratios are of the best times.
+All are measured in one run, in shuffled turns, in a process with a stage's settings. Ratios are of the best times.
 
 Two PSNRs against lossless. ``psnr_db`` is that of the check at load (fast_path.py): of pictures of 0 to 255, white
 against black being 0 dB. ``own_range_psnr_db`` is of the unclamped output, against the span of its values.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 import statistics
 import sys
@@ -30,17 +29,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from diffusion_backend import tritonserver
 from diffusion_backend.stages.common import tune_process
 
 if __name__ == "__main__":
-    # glibc reads its MALLOC_ variables, and OpenMP its own, when a process starts: become one that has the stages'.
-    _before = dict(os.environ)
-    tune_process()
-    _served = tritonserver._environment("auto").items()
-    os.environ.update({name: value for name, value in _served if name.startswith("MALLOC_")})
-    if os.environ != _before:
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    tune_process()  # before torch is imported
 
 import measure
 import torch

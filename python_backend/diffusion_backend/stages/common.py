@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diffusion_backend import malloc
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.model_config import read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits, parse_limits
@@ -93,13 +94,15 @@ def _parameter(parameters: dict[str, str], name: str, model: str) -> str:
 
 
 def tune_process() -> None:
-    """Settings of this process that must stand before torch is imported.
+    """Settings of this process that must stand before torch is imported. Freed memory is kept (``malloc``).
 
     The stages share the machine's cores. By default OpenMP's threads spin for long at a barrier, and wait for one that
     another stage has pushed off its core. Not spinning at all makes every small operation wait for a thread to wake. A
     short spin (libgomp's GOMP_SPINCOUNT) lies between; ``benchmarks/overhead.py`` shows what a value costs.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if malloc.is_wanted():
+        malloc.keep_freed_memory()
 
 
 def start_stage(args: dict[str, str]) -> StageConfig:
