@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,5 +67,4 @@ def test_the_operators_own_options_stay() -> None:
 
 def _has_huge_pages() -> bool:
     """Where the kernel gives them to whoever asks for memory, there are 512 times fewer faults to count."""
-    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-        return "[always]" in file.read()
+    return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()

@@ -45,8 +45,7 @@ def keep_freed_memory() -> bool:
     if own or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Each returns 1 for done.
-    return mallopt is not None and all([mallopt(option.number, option.value) for option in _OPTIONS])
+    return mallopt is not None and all(mallopt(option.number, option.value) == 1 for option in _OPTIONS)
 
 
 def environment() -> dict[str, str]:
