@@ -457,7 +457,7 @@ def test_the_latents_of_flux2_are_those_of_its_own_statistics() -> None:
 def test_a_gpu_without_bfloat16_units_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_units, expected in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_units, **_: has)
-        assert fast_path._fast_dtype(torch.device("cuda"), torch.float32) == expected
+        assert fast_path.fast_dtype(torch.device("cuda"), torch.float32) == expected
 
 
 def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:
