@@ -23,7 +23,7 @@ from diffusers import (
 )
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.attention_processor import AttnProcessor
-from diffusion_backend import fast_path
+from diffusion_backend import fast_layers, fast_path
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
 from diffusion_backend.fast_path_gate import (
     register_vae_fast_path_gate,
@@ -118,6 +118,26 @@ def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(name: str, dtype: torc
 
 def _rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("has_operation", [True, False])
+def test_a_residual_sum_is_made_where_its_terms_are(
+    has_operation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: one rounding where the convolution adds the term, two where the sum comes after it."""
+    if has_operation and not fast_layers._adds_in_convolutions():
+        pytest.skip("no oneDNN for bfloat16 here")
+    monkeypatch.setattr(fast_layers, "_adds_in_convolutions", lambda: has_operation)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(32, 32, 3, padding=1).to(torch.bfloat16, memory_format=torch.channels_last)
+    x, term = torch.randn(2, 2, 32, 9, 7).to(torch.bfloat16)
+    x, term = (each.contiguous(memory_format=torch.channels_last) for each in (x, term))
+    with torch.no_grad():
+        exact = copy.deepcopy(conv).double()(x.double()) + term.double()
+        made = fast_layers._convolve_and_add(conv, x, term)
+    assert (made.data_ptr() == term.data_ptr()) is has_operation
+    ulps = (made - exact).abs() / (exact.abs() * torch.finfo(torch.bfloat16).eps)
+    assert (ulps.max().item() < 0.51) is has_operation
 
 
 def test_what_was_rewritten_is_counted() -> None:

@@ -52,8 +52,8 @@ MIN_CHANNEL_BLOCK = 32
 FOLD_TILE = 1024
 
 
-# What depends on a picture's size: a kernel for each sort of number (1, a multiple of 16, any other) would have the first
-# picture of a size wait for a compilation. The channels alone decide on how memory is read.
+# What depends on a picture's size: a kernel for each sort of number (1, a multiple of 16, any other) would have the
+# first picture of a size wait for a compilation. The channels alone decide on how memory is read.
 _OF_A_SIZE = ["rows", "rows_per_split", "splits"]
 
 

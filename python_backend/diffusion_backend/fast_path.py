@@ -94,12 +94,12 @@ def _try(
         rewritten=decoder.rewritten,
         bytes=loading.module_bytes(decoder),
     )
-    for what, psnr_db in (
+    for what, found in (
         ("its pictures have", compared.psnr_db),
         ("before they are clamped, its pictures have", compared.own_range_psnr_db),
     ):
-        if psnr_db < min_psnr_db:
-            reason = f"{what} a PSNR of {psnr_db:.1f} dB against lossless ones; required: {min_psnr_db:g}"
+        if found < min_psnr_db:
+            reason = f"{what} a PSNR of {found:.1f} dB against lossless ones; required: {min_psnr_db:g}"
             return replace(measured, state="refused", reason=reason, bytes=0)
     return measured
 
@@ -146,8 +146,8 @@ def _compare(pipe: DiffusionPipeline, latents_shape: Sequence[int]) -> _Comparis
             decoded.append(made)
             pictures.append(seams.to_pictures(pipe, made, exact=not enabled).int())
         span = (decoded[0].double().max() - decoded[0].double().min()).item()
-        worst.own_range_psnr_db = min(worst.own_range_psnr_db, psnr_db(*decoded, span))
-        worst.psnr_db = min(worst.psnr_db, psnr_db(*pictures, 255))
+        worst.own_range_psnr_db = min(worst.own_range_psnr_db, psnr_db(decoded[0], decoded[1], span))
+        worst.psnr_db = min(worst.psnr_db, psnr_db(pictures[0], pictures[1], 255))
         worst.max_difference = max(worst.max_difference, int((pictures[0] - pictures[1]).abs().max()))
     return worst
 
