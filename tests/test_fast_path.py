@@ -487,9 +487,24 @@ def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:
     assert path.reason.startswith("a AutoencoderTiny has no fast decoder; those that do: AutoencoderKL, ")
 
 
+@pytest.mark.parametrize(
+    ("able", "expected"),
+    [
+        ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": False, "avx2": True}, torch.float32),
+        ({"architecture": "aarch64", "bf16": True, "sve_bf16": True}, torch.float32),
+    ],
+)
+def test_a_cpu_gets_what_it_has_units_for(
+    able: dict[str, Any], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert fast_path.fast_dtype(torch.device("cpu"), torch.float32) == expected
+
+
 def test_without_bfloat16_units_float32_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     vae, _ = make("AutoencoderKL")
     path = installed(vae, min_psnr_db=60)
     assert (path.state, path.dtype) == ("installed", "float32")

@@ -113,12 +113,14 @@ def _require_kernels(device: torch.device) -> None:
 def fast_dtype(device: torch.device, vae_dtype: torch.dtype) -> torch.dtype:
     """By what the hardware can do, never by a timing: the same machine makes the same bytes after each restart.
 
-    On a CPU without bfloat16 units float32 is faster than emulated bfloat16; a GPU without them has float16's.
+    On a CPU without bfloat16 units float32 is faster than emulated bfloat16; a GPU without them has float16's. What the
+    units of an ARM CPU ("bf16") gain was never measured: float32, there, too.
     """
     if device.type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_units and vae_dtype != torch.float16 else torch.float16
-    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    able = torch.cpu.get_capabilities()
+    has_units = able.get("amx_bf16", False) or able.get("avx512_bf16", False)
     return torch.bfloat16 if has_units else torch.float32
 
 
