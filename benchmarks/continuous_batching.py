@@ -37,6 +37,7 @@ from pathlib import Path
 import httpx
 import measure
 import numpy as np
+from diffusion_backend import malloc
 from diffusion_backend.launcher import Server
 from diffusion_backend.stages.common import tune_process
 from diffusion_backend.stub_watcher import find_stubs
@@ -207,11 +208,11 @@ def repository_with_cap_1() -> Iterator[Path]:
 
 
 def stage_environment(server: Server) -> dict[str, str]:
-    """The environment in which the denoise stage computes."""
+    """The environment in which the denoise stage computes, with what it sets in its own process."""
     stubs = find_stubs(server.triton.process.pid).items()
     pid = next(pid for pid, stub in stubs if stub.model == f"{measure.MODEL}_denoise")
     text = Path(f"/proc/{pid}/environ").read_bytes().decode()
-    return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+    return malloc.environment() | dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
 
 
 def make_orders(count: int, rate: float, seed: int) -> list[Order]:

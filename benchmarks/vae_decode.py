@@ -6,7 +6,7 @@ fast float32   the rewritten decoder as a CPU without bfloat16 units has it
 compiled       torch.compile (its default mode) of the VAE's own decoder
 compiled fast  the same in the fast decoder's dtype, in channels_last
 
-All are measured in one run, in shuffled turns, in a process with a stage's environment. Ratios are of the best times.
+All are measured in one run, in shuffled turns, in a process with a stage's settings. Ratios are of the best times.
 
 Two PSNRs against lossless. ``psnr_db`` is that of the check at load (fast_path.py): of pictures of 0 to 255, white
 against black being 0 dB. ``own_range_psnr_db`` is of the unclamped output, against the span of its values.
@@ -18,8 +18,6 @@ machine reaches at all: of large products of matrices and one lone convolution i
 from __future__ import annotations
 
 import copy
-import math
-import os
 import random
 import statistics
 import sys
@@ -30,20 +28,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from diffusion_backend import tritonserver
 from diffusion_backend.stages.common import tune_process
 
 if __name__ == "__main__":
-    # glibc reads its MALLOC_ variables, and OpenMP its own, when a process starts: become one that has the stages'.
-    _before = dict(os.environ)
-    tune_process()
-    _served = tritonserver._environment("auto").items()
-    os.environ.update({name: value for name, value in _served if name.startswith("MALLOC_")})
-    if os.environ != _before:
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    tune_process()  # before torch is imported
 
 import measure
 import torch
+import upsampling
 import vae_kernels
 import vae_traffic
 from ceilings import Ceilings
@@ -57,7 +49,6 @@ from diffusion_backend.loading import quiet_libraries
 from vaes import FACTOR, Case
 
 HEADLINE = "AutoencoderKL"
-IDENTICAL_DB = 200.0
 
 
 @dataclass(frozen=True)
@@ -204,24 +195,18 @@ class Result:
 def compare(output: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     """How far a VAE's output is from the lossless one."""
     output, reference = output.float(), reference.float()
-    difference = output - reference
     span = (reference.max() - reference.min()).item()
-    levels = (_levels(output) - _levels(reference)).abs()
+    levels, reference_levels = _levels(output), _levels(reference)
     return {
-        "psnr_db": _psnr(levels, 255.0),
-        "own_range_psnr_db": _psnr(difference, span),
-        "max_abs": difference.abs().max().item(),
-        "max_levels": levels.max().item(),
+        "psnr_db": fast_path.psnr_db(levels, reference_levels, 255.0),
+        "own_range_psnr_db": fast_path.psnr_db(output, reference, span),
+        "max_abs": (output - reference).abs().max().item(),
+        "max_levels": (levels - reference_levels).abs().max().item(),
     }
 
 
 def _levels(output: torch.Tensor) -> torch.Tensor:
     return ((output / 2 + 0.5).clamp(0, 1) * 255).round()
-
-
-def _psnr(difference: torch.Tensor, peak: float) -> float:
-    mse = difference.double().pow(2).mean().item()
-    return 10 * math.log10(peak**2 / mse) if mse else IDENTICAL_DB
 
 
 def pipeline(vae: Any, device: torch.device, case: Case) -> Any:
@@ -409,7 +394,7 @@ def _name(dtype: torch.dtype) -> str:
 def measure_all(device: torch.device, plan: Plan) -> Report:
     """Case after case."""
     started = time.monotonic()
-    dtypes = {vae_dtype(device), fast_path._fast_dtype(device, vae_dtype(device))}
+    dtypes = {vae_dtype(device), fast_path.fast_dtype(device, vae_dtype(device))}
     ceilings = Ceilings(
         device, dtypes, side=plan.peak_side, copied_bytes=plan.copied_bytes, repeats=plan.peak_repeats
     )
@@ -436,6 +421,14 @@ def main() -> None:
     done = measure_all(device, Plan.of(device, is_quick=options.quick))
     figures = done.figures()
     done.show(figures)
+    dtype = fast_path.fast_dtype(device, vae_dtype(device))
+    picture = 1024 if device.type == "cuda" else 512
+    rounds = 1 if options.quick else upsampling.ROUNDS
+    with torch.no_grad():
+        upsamplings = list(upsampling.time_upsampling(device, dtype, picture, rounds))
+    upsampling.report(upsamplings, dtype)
+    for upsampled in upsamplings:
+        figures |= upsampled.figures()
     if device.type == "cuda":
         copied = done.ceilings.bytes_per_second / 1e9
         times = list(vae_kernels.time_kernels(device, torch.bfloat16))

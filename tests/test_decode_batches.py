@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,10 @@ def test_fast_ones_of_a_shape_share_a_batch_up_to_the_cap() -> None:
     works = [work(0), work(1, side=128), work(2), work(3), work(4, side=128), work(5)]
     assert indices(works, 3 * DEFAULT) == [[0, 2, 3], [5], [1], [4]]
     assert indices(works, 8 * DEFAULT) == [[0, 2, 3, 5], [1, 4]]
+
+
+def test_a_cap_without_end_is_none() -> None:
+    assert indices([work(0), work(1)], math.inf) == [[0, 1]]
 
 
 def test_without_batches_each_is_alone_however_small() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from diffusers import DiffusionPipeline
 from diffusion_backend import seams
 from diffusion_backend.client import CHANNEL_ARGS, DiffusionClient, vae_decode_model
 from diffusion_backend.errors import DiffusionError
+from diffusion_backend.processes import LaunchError
 from diffusion_backend.quality import TIERS, Tier
 from diffusion_backend.repository import BuildOptions, add
 from diffusion_backend.settings import resolve
@@ -200,17 +202,40 @@ def test_a_trajectory_is_asked_for_by_true_alone(
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("parameter", "default", "value", "allowed"),
+    [("fast_path_min_psnr_db", "40", "nan", "numbers"), ("max_gpu_batch_rows", "4", "few", "numbers")],
+)
+def test_a_parameter_that_is_none_is_told_to_the_operator(
+    parameter: str, default: str, value: str, allowed: str, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    add(str(ROOT / "model_repository/emoji-flux/pipeline"), "fox", repository, BuildOptions(warmup=False))
+    change_parameter(repository / "fox_vae_decode/config.pbtxt", parameter, default, value)
+    said = (
+        f"the parameter '{parameter}' in the config.pbtxt of fox_vae_decode is '{value}'; "
+        f"allowed: {allowed} from 0"
+    )
+    triton = TritonServer(repository, data_dir=tmp_path / "data", exit_timeout=30)
+    with pytest.raises(LaunchError, match=re.escape(said)), triton:
+        pass
+
+
+def change_parameter(config: Path, name: str, before: str, after: str) -> None:
+    """As an operator does, with an editor."""
+    text = config.read_text()
+    asked = f'key: "{name}" value: {{ string_value: "{before}" }}'
+    assert asked in text
+    config.write_text(text.replace(asked, asked.replace(f'"{before}"', f'"{after}"')))
+
+
 def test_the_operator_decides_what_auto_is_and_what_is_good_enough(tmp_path: Path) -> None:
     """Two models: one whose ``auto`` is fast, and one whose threshold its fast decoder does not reach."""
     pipeline = str(ROOT / "model_repository/emoji-flux/pipeline")
     repository = tmp_path / "repository"
     for name in ("quick", "strict"):
         add(pipeline, name, repository, BuildOptions(default_quality=Tier.FAST))
-    config = repository / "strict_vae_decode/config.pbtxt"
-    text = config.read_text()
-    asked = 'key: "fast_path_min_psnr_db" value: { string_value: "40" }'
-    assert asked in text
-    config.write_text(text.replace(asked, asked.replace("40", "150")))
+    change_parameter(repository / "strict_vae_decode/config.pbtxt", "fast_path_min_psnr_db", "40", "150")
     with TritonServer(repository, data_dir=tmp_path / "data", exit_timeout=30) as triton:
         triton.wait_ready(120)
         with DiffusionClient(triton.grpc_url) as client:

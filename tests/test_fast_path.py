@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from diffusers import (
 )
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.attention_processor import AttnProcessor
-from diffusion_backend import fast_path
+from diffusion_backend import fast_layers, fast_path
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
 from diffusion_backend.fast_path_gate import (
     register_vae_fast_path_gate,
@@ -48,6 +49,8 @@ WAN_22 = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
+# 0.90 to 1.27 was measured.
+MORE_ROUNDING = 1.5
 # By name: how to make it, and the shape of its latents.
 VAES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "AutoencoderKL": (lambda: AutoencoderKL(**KL), (2, 4, 9, 7)),
@@ -99,18 +102,42 @@ def test_the_algebra_is_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VAES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.25)])
-def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(
-    name: str, dtype: torch.dtype, tolerance: float
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(name: str, dtype: torch.dtype) -> None:
+    """It rounds about as much as the VAE's own decoder does in that dtype: both are compared with float64."""
     vae, latents = make(name)
-    lossless = decode(vae, latents)
+    own = decode(copy.deepcopy(vae).to(dtype), latents.to(dtype))
+    exact = decode(copy.deepcopy(vae).double(), latents.double())
     install(vae, dtype)
     with use_vae_fast_path(vae, True):
         fast = decode(vae, latents)
     assert fast.dtype == torch.float32
-    assert fast.shape == lossless.shape
-    assert (fast - lossless).abs().max() < tolerance
+    assert fast.shape == exact.shape
+    assert _rms(fast - exact) < MORE_ROUNDING * _rms(own - exact)
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("has_operation", [True, False])
+def test_a_residual_sum_is_made_where_its_terms_are(
+    has_operation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: one rounding where the convolution adds the term, two where the sum comes after it."""
+    if has_operation and not fast_layers._adds_in_convolutions():
+        pytest.skip("no oneDNN for bfloat16 here")
+    monkeypatch.setattr(fast_layers, "_adds_in_convolutions", lambda: has_operation)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(32, 32, 3, padding=1).to(torch.bfloat16, memory_format=torch.channels_last)
+    x, term = torch.randn(2, 2, 32, 9, 7).to(torch.bfloat16)
+    x, term = (each.contiguous(memory_format=torch.channels_last) for each in (x, term))
+    with torch.no_grad():
+        exact = copy.deepcopy(conv).double()(x.double()) + term.double()
+        made = fast_layers._convolve_and_add(conv, x, term)
+    assert (made.data_ptr() == term.data_ptr()) is has_operation
+    ulps = (made - exact).abs() / (exact.abs() * torch.finfo(torch.bfloat16).eps)
+    assert (ulps.max().item() < 0.51) is has_operation
 
 
 def test_what_was_rewritten_is_counted() -> None:
@@ -203,25 +230,108 @@ def test_a_copy_is_another_vae() -> None:
         assert decode(twin, latents).abs().max() == 0
 
 
+def _pickled(vae: Any) -> Any:
+    return pickle.loads(pickle.dumps(vae))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
+def test_a_copy_may_have_a_gate_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    install(vae, torch.bfloat16)
+    twin = duplicate(vae)
+    install(twin, torch.float32)
+    with use_vae_fast_path(vae, True):
+        assert torch.equal(decode(twin, latents), before)
+    with use_vae_fast_path(twin, True) as is_fast:
+        assert is_fast
+        assert torch.equal(decode(vae, latents), before)
+        assert 0 < (decode(twin, latents) - before).abs().max() < 1e-4
+    remove_vae_fast_path_gate(twin)
+    assert "forward" not in vars(twin.decoder)
+    assert torch.equal(decode(twin, latents), before)
+
+
+def test_the_gate_tells_the_truth_of_whoever_shares_the_decoder() -> None:
+    """Pipelines make shallow copies of a VAE."""
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    install(vae, torch.bfloat16)
+    shallow = copy.copy(vae)
+    with use_vae_fast_path(shallow, True) as is_fast:
+        assert is_fast
+        assert not torch.equal(decode(shallow, latents), before)
+        with use_vae_fast_path(shallow, False) as is_fast:
+            assert not is_fast
+            assert torch.equal(decode(shallow, latents), before)
+
+
+def test_a_decoder_that_was_put_in_its_place_has_no_gate() -> None:
+    vae, latents = make("AutoencoderKL")
+    before = decode(vae, latents)
+    install(vae, torch.bfloat16)
+    vae.decoder = make("AutoencoderKL")[0].decoder
+    with use_vae_fast_path(vae, True) as is_fast:
+        assert not is_fast
+        assert torch.equal(decode(vae, latents), before)
+
+
 def test_somebody_elses_forward_is_left_alone() -> None:
     vae, _ = make("AutoencoderKL")
-    vae.decoder.forward = vae.decoder.forward
+    own = vae.decoder.forward
+    vae.decoder.forward = lambda *args: own(*args)
     with pytest.raises(ValueError, match="somebody else's"):
         install(vae, torch.float32)
 
 
-def test_slicing_and_tiling_use_it_too() -> None:
-    """They call the decoder for each slice and tile."""
-    vae, latents = make("AutoencoderKL")
-    install(vae, torch.float32)
+def _use_tiles(vae: Any, latents: torch.Tensor) -> None:
+    """Small ones, so that a few make a picture."""
     vae.enable_slicing()
     vae.enable_tiling()
-    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 16
+    if hasattr(vae, "tile_latent_min_size"):
+        scale = decode(vae, latents[..., :1, :1]).shape[-1]
+        vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 4 * scale
+    else:
+        vae.tile_sample_min_height = vae.tile_sample_min_width = 48
+        vae.tile_sample_stride_height = vae.tile_sample_stride_width = 32
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_slicing_and_tiling_use_it_too(name: str) -> None:
+    """They call the decoder for each slice and tile."""
+    vae, latents = make(name)
+    install(vae, torch.float32)
+    whole = decode(vae, latents)
+    _use_tiles(vae, latents)
     lossless = decode(vae, latents)
+    assert not torch.equal(lossless, whole)
     with use_vae_fast_path(vae, True):
         fast = decode(vae, latents)
     assert not torch.equal(fast, lossless)
     assert (fast - lossless).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["AutoencoderKLWan", "Wan 2.2", "AutoencoderKLQwenImage"])
+def test_the_state_that_a_clips_vae_keeps_is_of_one_decode(name: str) -> None:
+    """Also where that one failed half-way, whichever way the next goes."""
+    vae, latents = make(name)
+    decoders = {False: vae.decoder, True: install(vae, torch.float32).decoder}
+    expected = {}
+    for enabled in (False, True):
+        with use_vae_fast_path(vae, enabled):
+            expected[enabled] = decode(vae, latents)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("half-way")
+
+    for failing, decoder in decoders.items():
+        hook = decoder.conv_out.register_forward_pre_hook(fail)
+        with use_vae_fast_path(vae, failing), pytest.raises(RuntimeError, match="half-way"):
+            decode(vae, 2 * latents)
+        hook.remove()
+        for enabled in (not failing, failing):
+            with use_vae_fast_path(vae, enabled):
+                assert torch.equal(decode(vae, latents), expected[enabled])
 
 
 def test_the_fast_decoder_goes_with_its_vae() -> None:
@@ -243,7 +353,7 @@ def _with_other_class() -> Any:
     return OtherKL(**KL)
 
 
-def _with_spatial_attention() -> Any:
+def _with_another_attention_processor() -> Any:
     vae = AutoencoderKL(**KL)
     vae.decoder.mid_block.attentions[0].set_processor(AttnProcessor())
     return vae
@@ -271,7 +381,10 @@ def _with_other_upsampling() -> Any:
     [
         (lambda: AutoencoderTiny(), "a AutoencoderTiny has no fast decoder"),
         (_with_other_class, "a OtherKL has no fast decoder"),
-        (_with_spatial_attention, r"decoder.mid_block.attentions.0 \(Attention\): not torch's attention"),
+        (
+            _with_another_attention_processor,
+            r"decoder.mid_block.attentions.0 \(Attention\): not torch's attention",
+        ),
         (_with_other_activation, "not followed by SiLU"),
         (_with_other_layer, "decoder.conv_in is a Sequential, which is not known"),
         (_with_other_upsampling, "not a plain 3x3 convolution"),
@@ -364,7 +477,7 @@ def test_the_latents_of_flux2_are_those_of_its_own_statistics() -> None:
 def test_a_gpu_without_bfloat16_units_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_units, expected in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_units, **_: has)
-        assert fast_path._fast_dtype(torch.device("cuda"), torch.float32) == expected
+        assert fast_path.fast_dtype(torch.device("cuda"), torch.float32) == expected
 
 
 def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:
@@ -374,9 +487,24 @@ def test_a_vae_of_an_unknown_class_is_refused_by_name() -> None:
     assert path.reason.startswith("a AutoencoderTiny has no fast decoder; those that do: AutoencoderKL, ")
 
 
+@pytest.mark.parametrize(
+    ("able", "expected"),
+    [
+        ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": False, "avx2": True}, torch.float32),
+        ({"architecture": "aarch64", "bf16": True, "sve_bf16": True}, torch.float32),
+    ],
+)
+def test_a_cpu_gets_what_it_has_units_for(
+    able: dict[str, Any], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert fast_path.fast_dtype(torch.device("cpu"), torch.float32) == expected
+
+
 def test_without_bfloat16_units_float32_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     vae, _ = make("AutoencoderKL")
     path = installed(vae, min_psnr_db=60)
     assert (path.state, path.dtype) == ("installed", "float32")

@@ -52,6 +52,11 @@ MIN_CHANNEL_BLOCK = 32
 FOLD_TILE = 1024
 
 
+# What depends on a picture's size: a kernel for each sort of number (1, a multiple of 16, any other) would have the
+# first picture of a size wait for a compilation. The channels alone decide on how memory is read.
+_OF_A_SIZE = ["rows", "rows_per_split", "splits"]
+
+
 def _tunable(configs: list[Any]) -> list[Any]:
     """The configurations to time: only the first, the default, under the interpreter, where time says nothing."""
     return configs[:1] if INTERPRETED else configs
@@ -61,7 +66,7 @@ def _tunable(configs: list[Any]) -> list[Any]:
     configs=_tunable([triton.Config({"STAGES": stages}, num_warps=4) for stages in (2, 1, 3, 4)]),
     key=["channels"],
 )
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_OF_A_SIZE)  # type: ignore[untyped-decorator]
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     partials_ptr,
@@ -133,7 +138,7 @@ def _split_means(  # type: ignore[no-untyped-def]
     return count, mean, partial_ptr + 2 * channels, mask
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_OF_A_SIZE)  # type: ignore[untyped-decorator]
 def _fold_kernel(  # type: ignore[no-untyped-def]
     partials_ptr,
     moments_ptr,
@@ -190,7 +195,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     ),
     key=["channels"],
 )
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _normalise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     y_ptr,

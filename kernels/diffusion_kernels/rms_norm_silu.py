@@ -35,7 +35,8 @@ TILE = 4096
 MAX_CHANNELS = TILE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# "rows" is of a picture's size: see group_norm_silu.py.
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rms_norm_silu_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     y_ptr,

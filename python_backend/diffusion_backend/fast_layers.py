@@ -6,6 +6,7 @@ rewritten layer differs from the one it stands for only by rounding.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+
+# Of torch.ops.mkldnn: what torch.compile makes of a convolution and an addition on a CPU.
+_ADDING = "_convolution_pointwise_"
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -65,10 +69,10 @@ class RmsNormSiLU(nn.Module):
 
 
 class Resnet(nn.Module):
-    """A residual block of two convolutions: [N, C, H, W] to [N, D, H, W].
+    """A residual block of two convolutions: [N, C, H, W] to [N, D, H, W]. It may overwrite its input.
 
-    The sum is made in the place of the last convolution's result, and not divided where the divisor is 1: two tensors
-    less to be written.
+    The sum is made in the place of one of its terms, and not divided where the divisor is 1: two tensors less to be
+    written.
     """
 
     def __init__(self, block: ResnetBlock2D, norm1: GroupNormSiLU, norm2: GroupNormSiLU) -> None:
@@ -80,9 +84,33 @@ class Resnet(nn.Module):
 
     def forward(self, x: torch.Tensor, temb: None = None) -> torch.Tensor:  # noqa: ARG002
         """``temb`` is the place of the embeddings that decoders of this kind do not have."""
-        y: torch.Tensor = self.conv2(self.norm2(self.conv1(self.norm1(x))))
-        y += self.shortcut(x)
+        y = _convolve_and_add(self.conv2, self.norm2(self.conv1(self.norm1(x))), self.shortcut(x))
         return y / self.divisor if self.divisor != 1.0 else y
+
+
+@cache
+def _adds_in_convolutions() -> bool:
+    """Whether this build of torch has oneDNN, with the operation, for this CPU."""
+    if not hasattr(torch.ops.mkldnn, _ADDING):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _convolve_and_add(conv: nn.Conv2d, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    """``conv(x) + term``, in the place of one of them.
+
+    On a CPU with bfloat16 units oneDNN adds the term while it holds the convolution's sums in float32: one pass over
+    memory less, and one rounding.
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and _adds_in_convolutions():
+        options = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
+        added: torch.Tensor = getattr(torch.ops.mkldnn, _ADDING).binary(
+            term, x, conv.weight, conv.bias, *options, "add", 1.0, None, [], None
+        )
+        return added
+    y: torch.Tensor = conv(x)
+    y += term
+    return y
 
 
 class Upsample(nn.Module):

@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 _numbers = itertools.count()
-# By the VAE and its decoder themselves: a copy is another one. Weak: what is here goes when its VAE goes.
-_gates: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_fast_decoders: WeakKeyDictionary[nn.Module, tuple[int, Callable[..., Any]]] = WeakKeyDictionary()
+# By the VAE's decoder itself: a copy, or another one in its place, has no gate. Weak: what is here goes with its key.
+_gates: WeakKeyDictionary[nn.Module, tuple[int, Callable[..., Any]]] = WeakKeyDictionary()
 _open: ContextVar[frozenset[int]] = ContextVar("open_vae_fast_path_gates", default=frozenset())
 
 
@@ -33,34 +32,34 @@ def register_vae_fast_path_gate(vae: Any, fast: Callable[..., Any]) -> None:
     Raises:
         ValueError: ``vae`` has a gate already, or something else replaced its decoder's ``forward``.
     """
-    if vae in _gates:
+    decoder = vae.decoder
+    if decoder in _gates:
         raise ValueError("this VAE has a fast path already")
-    if "forward" in vars(vae.decoder):
+    if not _has_plain_forward(decoder):
         raise ValueError("this VAE's decoder has a forward of somebody else's")
-    number = next(_numbers)
     # A bound method: a deep copy of the decoder has one of its own, which finds no fast decoder here.
-    vae.decoder.forward = MethodType(_forward, vae.decoder)
-    _fast_decoders[vae.decoder] = number, fast
-    _gates[vae] = number
+    decoder.forward = MethodType(forward, decoder)
+    _gates[decoder] = next(_numbers), fast
 
 
 def remove_vae_fast_path_gate(vae: Any) -> None:
     """Leave ``vae`` as it was before it was registered."""
-    if _gates.pop(vae, None) is not None:
-        del vae.decoder.forward
-        del _fast_decoders[vae.decoder]
+    decoder = getattr(vae, "decoder", None)
+    if decoder is not None and _gates.pop(decoder, None) is not None:
+        del decoder.forward
 
 
 @contextmanager
-def use_vae_fast_path(vae: nn.Module, enabled: bool) -> Iterator[bool]:
+def use_vae_fast_path(vae: Any, enabled: bool) -> Iterator[bool]:
     """Decode with the fast decoder (or with the VAE's own one) inside. May be nested.
 
     Yields whether decodes inside are fast: never for a VAE that is not registered.
     """
-    number = _gates.get(vae)
-    if number is None:
+    decoder = getattr(vae, "decoder", None)
+    if decoder is None or decoder not in _gates:
         yield False
         return
+    number, _ = _gates[decoder]
     before = _open.get()
     token = _open.set(before | {number} if enabled else before - {number})
     try:
@@ -69,8 +68,17 @@ def use_vae_fast_path(vae: nn.Module, enabled: bool) -> Iterator[bool]:
         _open.reset(token)
 
 
-def _forward(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    number, fast = _fast_decoders.get(decoder, (None, None))
+def _has_plain_forward(decoder: nn.Module) -> bool:
+    """Whether it is its class's: what is left of a gate in a copy, deep or pickled, does nothing else."""
+    if "forward" not in vars(decoder):
+        return True
+    function = getattr(vars(decoder)["forward"], "__func__", None)
+    return function is forward or function is type(decoder).forward
+
+
+def forward(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a registered VAE's decoder. A pickle finds it by its name, which is the class's one's, too."""
+    number, fast = _gates.get(decoder, (None, None))
     if fast is not None and number in _open.get():
         return fast(*args, **kwargs)
     return type(decoder).forward(decoder, *args, **kwargs)

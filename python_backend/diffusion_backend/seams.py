@@ -324,8 +324,8 @@ def run_vae(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: di
         DiffusionError: they are not finite, or the arguments are none of ``replay``'s.
     """
     z = latents.to(pipe.device, pipe.vae.dtype)
-    unknown = set(decode_arguments) - set(list(inspect.signature(pipe.vae.decode).parameters)[1:])
-    if unknown or "return_dict" in decode_arguments:
+    taken = set(list(inspect.signature(pipe.vae.decode).parameters)[1:]) - {"return_dict"}
+    if unknown := set(decode_arguments) - taken:
         raise invalid(
             "settings", f"'settings' has decode_arguments that the VAE does not take: {sorted(unknown)}"
         )

@@ -29,12 +29,6 @@ LOOPBACK = "127.0.0.1"
 RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 _REGION_PREFIX = "triton_diffusion"
 LOST_REQUESTS_PATIENCE_SECONDS = 10.0
-# With glibc's defaults each step of a model maps and unmaps its buffers; kept, they cost no page faults.
-_KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
 # The stages' errors in Triton's log: what is left to tell when Triton crashed before it told them.
 _STAGE_ERROR_MESSAGE = r"^E (\S+: .*)$"
 # An error in Triton's log. The one left out is logged on every machine without a GPU.
@@ -337,9 +331,7 @@ def _may_be_ensemble(folder: Path) -> bool:
 def _environment(device: str) -> dict[str, str]:
     """The environment of tritonserver, and so of its Python stubs."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_ADAPTER_")}
-    # Not on a GPU machine: weights pass through the host's heap there, and would stay in it.
-    memory = {} if Path("/dev/nvidiactl").exists() and device != "cpu" else _KEEP_MEMORY
-    environment = {**memory, **own, "TRITON_DIFFUSION_DEVICE": device}
+    environment = {**own, "TRITON_DIFFUSION_DEVICE": device}
     # A stub runs the first python3 on PATH, with that environment's packages.
     _prepend(environment, "PATH", Path(sys.executable).parent)
     library = python_library_folder()

@@ -101,6 +101,15 @@ def test_vae_decode(tmp_path: Path) -> None:
         assert figures[f"{prefix}lossless_ms"] > 1.1 * figures[f"{prefix}fast_float32_ms"]
 
 
+def test_vae_operations(tmp_path: Path) -> None:
+    """The shares are those of the whole."""
+    figures = _figures("vae_operations", tmp_path / "figures.json")
+    _assert_positive(
+        figures, ("kl_128_sums_ratio", "kl_128_share_of_convolutions", "kl_128_share_of_GroupNorm")
+    )
+    assert sum(value for name, value in figures.items() if "share_of" in name) == pytest.approx(1)
+
+
 def test_vae_traffic(tmp_path: Path) -> None:
     """The fast decoder saves the FLOPs that its algebra saves, exactly, and the bytes of SiLU and doubled pictures."""
     figures = _figures("vae_traffic", tmp_path / "figures.json")

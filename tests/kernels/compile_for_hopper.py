@@ -27,10 +27,15 @@ CASES = {
     "one-pixel": ((1, 96, 1, 1), 32, torch.float16),
     "ragged": ((1, 300, 5, 5), 5, torch.float32),
 }
+# Of one number of channels; the first may compile and tune. Counts of pixels and of splits of all sorts are among them:
+# 1, multiples of 16, others.
+SIZES = ((1, 64, 64), (1, 1, 1), (2, 5, 7), (1, 75, 53), (3, 256, 256), (1, 1024, 1024))
 
 
 class Hopper:
-    """As much of a driver as compiling asks for."""
+    """As much of a driver as compiling asks for; ``case`` is what it compiles for."""
+
+    case = ""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -46,12 +51,13 @@ class Hopper:
 
         def benchmark(call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
             call()
+            print(json.dumps({"case": self.case, "tuned": True}))
             return [0.0 for _ in quantiles]
 
         return benchmark
 
 
-def report_instead_of_launching(case: str) -> None:
+def report_instead_of_launching(hopper: Hopper) -> None:
     """From here on a launch compiles, and prints what came out."""
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # noqa: ARG001
@@ -64,8 +70,9 @@ def report_instead_of_launching(case: str) -> None:
         print(
             json.dumps(
                 {
-                    "case": case,
+                    "case": hopper.case,
                     "kernel": kernel.__name__,
+                    "hash": binary.hash,
                     "instructions": instructions,
                     "multiply_adds": fused,
                 }
@@ -78,11 +85,13 @@ def report_instead_of_launching(case: str) -> None:
 
 if __name__ == "__main__":
     run = JITFunction.run
-    driver.set_active(Hopper())
+    hopper = Hopper()
+    driver.set_active(hopper)
     # The launching functions take these CPU tensors for a GPU's.
     checks.INTERPRETED = True
+    report_instead_of_launching(hopper)
     for name, (shape, groups, dtype) in CASES.items():
-        report_instead_of_launching(name)
+        hopper.case = name
         features = torch.empty(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
         parameter = torch.empty(shape[1], dtype=dtype)
         group_norm_silu(features, groups, parameter, parameter)
@@ -91,3 +100,9 @@ if __name__ == "__main__":
         image = torch.empty(shape[0], 3, *shape[2:], dtype=dtype)
         to_uint8(image)
         to_uint8(image.contiguous(memory_format=torch.channels_last))
+    weight = torch.empty(160)
+    for number, (batch, height, width) in enumerate(SIZES):
+        hopper.case = f"size {number}"
+        features = torch.empty(batch, 160, height, width).contiguous(memory_format=torch.channels_last)
+        group_norm_silu(features, 32, weight, weight)
+        rms_norm_silu(features, weight)

@@ -45,11 +45,16 @@ def test_tensors_on_the_cpu_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("compile_for_hopper.py")
     result = run_without_interpreter(str(script), cache=tmp_path_factory.mktemp("triton"))
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def binaries(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [report for report in reports if "kernel" in report]
 
 
 @pytest.mark.parametrize("case", ["aligned", "one-pixel", "ragged"])
@@ -70,3 +75,13 @@ def test_levels_are_rounded_after_the_product_is(binaries: list[dict[str, Any]])
     counts = [binary["multiply_adds"] for binary in binaries if binary["kernel"] == "_to_uint8_kernel"]
     assert counts
     assert not any(counts)
+
+
+def test_a_new_size_compiles_and_tunes_nothing(reports: list[dict[str, Any]]) -> None:
+    """The first picture of a size would wait for it, and sizes are the clients' to choose."""
+    first = [report for report in reports if report["case"] == "size 0"]
+    later = [report for report in reports if report["case"].startswith("size ") and report not in first]
+    assert any("tuned" in report for report in first)
+    assert len({report["case"] for report in later}) == 5
+    assert not any("tuned" in report for report in later)
+    assert {report["hash"] for report in later} <= {report["hash"] for report in first if "hash" in report}

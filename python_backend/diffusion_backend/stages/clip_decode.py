@@ -37,7 +37,7 @@ class TritonPythonModel:
 
         self._tombstones = Tombstones()
         self._config = common.start_stage(args)
-        self._max_slice_bytes = int(self._config.parameter("max_slice_bytes"))
+        self._max_slice_bytes = self._config.integer("max_slice_bytes", at_least=1)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clip-decode")
         # On the thread that decodes: each thread that ran an OpenMP loop keeps a pool of threads of its own.
         self._decoder = self._worker.submit(Decoder, self._config, args).result()

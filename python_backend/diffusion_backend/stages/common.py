@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffusion_backend.errors import DiffusionError, Status, invalid
+from diffusion_backend import malloc
+from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from diffusion_backend.model_config import read_model_config, resolve_source
 from diffusion_backend.settings import ModelLimits, parse_limits
 
@@ -50,22 +53,56 @@ class StageConfig:
         Raises:
             DiffusionError: it has none of that name.
         """
-        if name not in self.parameters:
-            raise DiffusionError(
-                f"the config.pbtxt of {self.model} has no parameter {name!r}: add the model again, with this version",
-                code="outdated_config",
-            )
-        return self.parameters[name]
+        return _parameter(self.parameters, name, self.model)
+
+    def integer(self, name: str, at_least: int) -> int:
+        """``parameter`` as a number.
+
+        Raises:
+            DiffusionError: it is missing, or none that is allowed.
+        """
+        text = self.parameter(name)
+        if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < at_least:
+            raise self._wrong(name, text, f"integers from {at_least}")
+        return int(text)
+
+    def number(self, name: str, at_least: float) -> float:
+        """The same, of numbers that need not be whole."""
+        text = self.parameter(name)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not at_least <= value < math.inf:  # nor is NaN
+            raise self._wrong(name, text, f"numbers from {at_least:g}")
+        return value
+
+    def _wrong(self, name: str, text: str, allowed: str) -> DiffusionError:
+        return DiffusionError(
+            f"the parameter {name!r} in the config.pbtxt of {self.model} is {show(text)}; allowed: {allowed}",
+            code="invalid_config",
+        )
+
+
+def _parameter(parameters: dict[str, str], name: str, model: str) -> str:
+    if name not in parameters:
+        raise DiffusionError(
+            f"the config.pbtxt of {model} has no parameter {name!r}: add the model again, with this version",
+            code="outdated_config",
+        )
+    return parameters[name]
 
 
 def tune_process() -> None:
-    """Settings of this process that must stand before torch is imported.
+    """Settings of this process that must stand before torch is imported. Freed memory is kept (``malloc``).
 
     The stages share the machine's cores. By default OpenMP's threads spin for long at a barrier, and wait for one that
     another stage has pushed off its core. Not spinning at all makes every small operation wait for a thread to wake. A
     short spin (libgomp's GOMP_SPINCOUNT) lies between; ``benchmarks/overhead.py`` shows what a value costs.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if malloc.is_wanted():
+        malloc.keep_freed_memory()
 
 
 def start_stage(args: dict[str, str]) -> StageConfig:
@@ -76,10 +113,9 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         stream=sys.stderr, level=logging.INFO, format=f"%(levelname).1s {args['model_name']}: %(message)s"
     )
     quiet_libraries()
-    parameters = {
-        key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
-    }
-    ensemble = Path(args["model_repository"]).parent / parameters["ensemble"]
+    declared = json.loads(args["model_config"]).get("parameters", {})
+    parameters = {name: value["string_value"] for name, value in declared.items()}
+    ensemble = Path(args["model_repository"]).parent / _parameter(parameters, "ensemble", args["model_name"])
     limits = parse_limits(read_model_config(ensemble).parameters)
     device = choose_device(args["model_instance_kind"], args["model_instance_device_id"])
     return StageConfig(

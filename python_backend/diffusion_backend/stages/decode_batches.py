@@ -41,5 +41,6 @@ def group(works: list[Work], max_pixels: float) -> Iterator[list[Work]]:
         groups.setdefault(work.key, []).append(work)
     for members in groups.values():
         pixels = members[0].settings.width * members[0].settings.height
-        count = max(1, int(max_pixels / pixels))
+        # The operator may have named any number of pixels, too large ones for an int, too.
+        count = max(1, int(min(max_pixels / pixels, len(members))))
         yield from (members[start : start + count] for start in range(0, len(members), count))

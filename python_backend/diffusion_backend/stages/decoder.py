@@ -39,14 +39,15 @@ class Decoder:
         self.seams = seams
         self.config = config
         common.check_warmup(args, self._check_sample)
-        self._scale = int(config.parameter("vae_scale_factor"))
+        min_psnr_db = config.number("fast_path_min_psnr_db", at_least=0)
+        self._scale = config.integer("vae_scale_factor", at_least=1)
         self.metrics = DecodeMetrics(config.model, config.instance)
         self.pipe, description = common.load(config, Stage.VAE_DECODE)
         path = fast_path.install(
             self.pipe,
             self._latents_shape(args),
             device=config.device,
-            min_psnr_db=float(config.parameter("fast_path_min_psnr_db")),
+            min_psnr_db=min_psnr_db,
         )
         self._has_fast_path = path.state == "installed"
         self.description = json.dumps({**json.loads(description), "fast_path": dataclasses.asdict(path)})

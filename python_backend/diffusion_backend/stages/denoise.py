@@ -47,8 +47,8 @@ class TritonPythonModel:
         self._is_decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
         self._tombstones = Tombstones()
         self._engine = engine.Engine(
-            max_requests=int(self._config.parameter("max_queued_requests")),
-            max_batch_rows=float(self._config.parameter("max_batch_rows")),
+            max_requests=self._config.integer("max_queued_requests", at_least=1),
+            max_batch_rows=self._config.number("max_batch_rows", at_least=0),
             tombstones=self._tombstones,
             events=DenoiseMetrics(self._config.model, self._config.instance),
         )

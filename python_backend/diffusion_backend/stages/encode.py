@@ -31,11 +31,10 @@ class TritonPythonModel:
         self._tombstones = Tombstones()
         self._config = common.start_stage(args)
         common.check_warmup(args, self._check_sample)
+        cache_bytes = self._config.integer("encoder_cache_bytes", at_least=0)
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
         self._metrics = CacheMetrics(self._config.model, self._config.instance)
-        self._cache = EncoderCache(
-            int(self._config.parameter("encoder_cache_bytes")), self._metrics.looked_up
-        )
+        self._cache = EncoderCache(cache_bytes, self._metrics.looked_up)
         for name, encoder in loading.modules_of(self._pipe, Stage.ENCODE).items():
             vars(self._pipe)[name] = self._cache.wrap(encoder)
 

@@ -68,7 +68,7 @@ class TritonPythonModel:
         nor is a batch faster.
         """
         limits = self._config.limits
-        rows = float(self._config.parameter("max_gpu_batch_rows"))
+        rows = self._config.number("max_gpu_batch_rows", at_least=0)
         return (
             rows * limits.default_width * limits.default_height if self._config.device.type == "cuda" else 0
         )
