@@ -23,7 +23,7 @@ from tests.postgres import new_database
 
 SEEDS = 4
 STEPS = 30  # so that kills hit work
-LONG: dict[str, int] = {"steps": 200, "num_frames": 33}  # a clip that is made for some seconds
+LONG: dict[str, int] = {"steps": 200, "num_frames": 9}  # a clip that is made for some seconds
 FINISH_SECONDS = 240.0
 
 
