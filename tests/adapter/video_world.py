@@ -26,6 +26,7 @@ from openai_adapter.database import Database
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_retention import Limits, Removed, enforce_retention
 from openai_adapter.job_table import Job
+from PIL import Image
 from sqlalchemy import select
 
 from tests.families.wan import wan21
@@ -96,6 +97,23 @@ def serve(folder: Path) -> Iterator[Serving]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         process.kill()
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Files of a video."""
+
+    video: bytes
+    spritesheet: bytes
+
+    @property
+    def frames(self) -> Frames:
+        with av.open(io.BytesIO(self.video)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+    @property
+    def sheet(self) -> Frames:
+        return np.asarray(Image.open(io.BytesIO(self.spritesheet)).convert("RGB"))[None]
 
 
 @dataclass
@@ -175,10 +193,12 @@ class World:
     def sweep(self) -> Removed:
         return enforce_retention(self.database, self.files, Limits(None, 1000))
 
-    def video(self, job: Job) -> bytes:
-        data = self.files.read(job.files["video"]["name"])
-        assert data is not None
-        return data
+    def clip(self, job: Job) -> Clip:
+        """What was published."""
+        video, sheet = (self.files.read(job.files[part]["name"]) for part in ("video", "spritesheet"))
+        assert video is not None
+        assert sheet is not None
+        return Clip(video, sheet)
 
     def _launch(self, folder: Path, database_url: str, flags: Sequence[str]) -> AdapterProcess:
         folder.mkdir(exist_ok=True)
@@ -191,15 +211,11 @@ def body(seed: int = 0, steps: int = 3, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "a fox", "seed": seed, "num_inference_steps": steps, **more}
 
 
-def decode(file: bytes) -> Frames:
-    with av.open(io.BytesIO(file)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-
-
-def differences(file: bytes, other: bytes) -> npt.NDArray[np.float64]:
+def differences(frames: Frames, others: Frames) -> npt.NDArray[np.float64]:
     """The mean one of each frame; clips of other sizes count as wholly different."""
-    a, b = decode(file).astype(int), decode(other).astype(int)
-    return np.abs(a - b).mean(axis=(1, 2, 3)) if a.shape == b.shape else np.full(len(b), 255.0)
+    if frames.shape != others.shape:
+        return np.full(len(frames), 255.0)
+    return np.abs(frames.astype(int) - others).mean(axis=(1, 2, 3))
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:

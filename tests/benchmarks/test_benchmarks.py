@@ -180,3 +180,13 @@ def test_job_list(tmp_path: Path) -> None:
     _assert_positive(figures, (*names, "sqlite_10000_offset_p50_ms"))
     for kind in ("first", "behind", "ascending"):
         assert figures[f"sqlite_10000_{kind}_p50_ms"] < 3 * figures[f"sqlite_100_{kind}_p50_ms"]
+
+
+def test_job_latency(tmp_path: Path) -> None:
+    """A job starts, tells of progress and ends, in this order."""
+    figures = _figures("job_latency", tmp_path / "figures.json")
+    moments = ("job_answered", "job_started", "job_progressed", "job_completed")
+    names = [f"{name}{tail}" for name in ("direct", *moments) for tail in ("_ms", "_p95_ms")]
+    _assert_positive(figures, (*names, "rounds", "job_over_direct", "progressed_over_direct"))
+    in_order = [figures[f"{name}_ms"] for name in moments]
+    assert in_order == sorted(in_order)
