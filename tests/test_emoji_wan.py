@@ -7,6 +7,7 @@ from typing import Any
 
 import clips
 import evaluate_wan
+import finetune_wan_decoder
 import pytest
 import torch
 import train_wan
@@ -116,3 +117,13 @@ def test_wan_training_learns_and_saves_a_pipeline(tmp_path: Path) -> None:
     made = evaluate_wan.generate(loaded, defaults, [subject.prompt for subject in subjects[:2]], 0)
     assert made.shape == (2, clips.FRAMES, 3, clips.SIZE, clips.SIZE)
     assert made.isfinite().all()
+
+
+def test_decoder_finetuning_leaves_the_latents_alone() -> None:
+    """Only the decoder changes."""
+    vae = AutoencoderKLWan.from_pretrained(PIPELINE / "vae", dtype=torch.float32)
+    before = {name: value.clone() for name, value in vae.state_dict().items()}
+    subjects = clips.seen_subjects(clips.NAMES[:2])
+    after = finetune_wan_decoder.finetune(vae, subjects, minutes=5, max_steps=3, batch_size=1).state_dict()
+    changed = {name.split(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {"decoder", "post_quant_conv"}

@@ -20,7 +20,6 @@ from emoji import BACKGROUNDS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_flux import build_t5_tokenizer
-from train_wan_vae import encode_clip
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 TOKENS = 16
@@ -92,10 +91,7 @@ def encode_clips(
     starts: Sequence[clips.Start] = clips.STARTS,
     batch_size: int = 9,
 ) -> Latents:
-    """Encode a clip of every subject from every start, once.
-
-    Sets the autoencoder's latents_mean and latents_std such that each channel has mean 0 and deviation 1.
-    """
+    """Encode a clip of every subject from every start, once."""
     shown = [(subject, start) for subject in subjects for start in starts]
     means, deviations = [], []
     for first in range(0, len(shown), batch_size):
@@ -103,14 +99,15 @@ def encode_clips(
         for (name, direction, colour), start in shown[first : first + batch_size]:
             still = clips.draw_stills([name], torch.tensor(BACKGROUNDS[colour]) / 255)[0]
             batch.append(clips.draw_clip(still, direction, start))
-        posterior = encode_clip(vae, torch.stack(batch))
+        posterior = vae.encode(torch.stack(batch)).latent_dist
         means.append(posterior.mean)
         deviations.append(posterior.std)
-    mean, deviation = torch.cat(means), torch.cat(deviations)
-    centre = mean.mean((0, 2, 3, 4), keepdim=True)
-    spread = mean.std((0, 2, 3, 4), keepdim=True)
-    vae.register_to_config(latents_mean=centre.flatten().tolist(), latents_std=spread.flatten().tolist())
-    return Latents((mean - centre) / spread, deviation / spread, [subject for subject, _ in shown])
+    centre, spread = (
+        torch.tensor(statistic)[:, None, None, None]
+        for statistic in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    mean, deviation = (torch.cat(means) - centre) / spread, torch.cat(deviations) / spread
+    return Latents(mean, deviation, [subject for subject, _ in shown])
 
 
 class Batch(NamedTuple):
@@ -164,8 +161,8 @@ def train(
     *,
     minutes: float,
     max_steps: int | None = None,
-    layers: int = 6,
-    batch_size: int = 32,
+    layers: int = 5,
+    batch_size: int = 24,
     learning_rate: float = 1e-3,
     average_decay: float = 0.998,
     seed: int = 0,

@@ -1,4 +1,9 @@
-"""Train the autoencoder: 17 frames of 64 x 64 pixels to an 8 x 5 x 8 x 8 latent and back."""
+"""Make the autoencoder: 17 frames of 64 x 64 pixels to a 12 x 5 x 8 x 8 latent and back.
+
+The encoder is computed, not trained: its weights are set so that a latent holds the principal components of
+each square of 8 x 8 pixels in every fourth frame. So latents are there at once, and train_wan.py can run at the
+same time. The decoder is trained; it draws the frames in between from the latents before and after them.
+"""
 
 import argparse
 import copy
@@ -10,19 +15,18 @@ import torch
 from common import image_loss, set_learning_rate, training_steps, update_average
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, patchify, unpatchify
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from emoji import BACKGROUNDS
 from torch import Tensor, nn
+from torch.nn.functional import unfold
 
-LATENT_CHANNELS = 8
+LATENT_CHANNELS = 12
 PATCH = 2
-
-# From this share of the run on: clips of so many frames, so many in a batch.
-SCHEDULE = ((0.0, 1, 16), (0.35, 5, 6), (0.75, clips.FRAMES, 2))
+STEADY = 100.0  # a constant feature, so much larger than the others that the last norm only scales them
+LOG_VARIANCE = -6.0
 
 
 def build_vae(width: int = 24) -> AutoencoderKLWan:
-    """Wan 2.2's layout: patches of 2 x 2 pixels, then two halvings of width, height and time."""
+    """Wan's layout: patches of 2 x 2 pixels, then two halvings of width, height and time."""
     vae = AutoencoderKLWan(
         base_dim=width,
         z_dim=LATENT_CHANNELS,
@@ -31,68 +35,99 @@ def build_vae(width: int = 24) -> AutoencoderKLWan:
         temperal_downsample=[True, True],
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
-        is_residual=True,
         in_channels=3 * PATCH**2,
         out_channels=3 * PATCH**2,
         patch_size=PATCH,
         scale_factor_temporal=4,
         scale_factor_spatial=8,
     )
-    # Start with nearly noiseless posteriors (log variance -6): otherwise the decoder first learns to ignore
-    # the latent.
-    nn.init.constant_(vae.quant_conv.bias[LATENT_CHANNELS:], -6.0)
-    start_from_pictures(vae)
+    compute_encoder(vae)
     for layer in vae.modules():
         if isinstance(layer, nn.Conv3d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last_3d)
-    return vae
+    return vae.requires_grad_(False)
+
+
+def draw_pictures() -> Tensor:
+    """Every name on every colour at eight places that clips go through: [960, 3, 64, 64] in -1..1."""
+    middle = clips.SIZE // 2
+    places = [(middle + way, middle + across) for way in (-10, -4, 2, 8) for across in (0, 4)]
+    return torch.stack(
+        [
+            clips.place(still, x, y)
+            for colour in clips.COLOURS
+            for still in clips.draw_stills(clips.NAMES, torch.tensor(BACKGROUNDS[colour]) / 255)
+            for x, y in places
+        ]
+    )
+
+
+def find_components(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The main components of squares of 2 x 2 in features [n, c, h, w], and their deviations.
+
+    As weights [count, c, 2, 2] of a convolution, and [count].
+    """
+    squares = unfold(features, 2, stride=2).transpose(1, 2).flatten(0, 1)
+    variances, axes = torch.linalg.eigh(squares.T.cov())
+    weights = axes.T.flip(0)[:count].reshape(count, features.shape[1], 2, 2)
+    return weights, variances.flip(0)[:count].clamp(min=1e-8).sqrt()
 
 
 @torch.no_grad()
-def start_from_pictures(vae: AutoencoderKLWan) -> None:
-    """Let no frame see an earlier one yet, so that the model can first learn from single frames, which is fast.
+def compute_encoder(vae: AutoencoderKLWan) -> None:
+    """Make the encoder linear, its latents principal components, and latents_mean and latents_std theirs.
 
-    Halving the time then means to keep the later of two frames, doubling it to show each one twice.
+    The residual branches add nothing. Of two frames, halving the time keeps the later one.
     """
-    for layer in vae.modules():
-        if isinstance(layer, nn.Conv3d) and layer.kernel_size[0] > 1:
-            layer.weight *= layer.kernel_size[0] ** 0.5  # as fewer inputs are added up
-            layer.weight[:, :, :-1] = 0
-    for layer in vae.modules():
-        if isinstance(layer, WanResample) and layer.mode in ("upsample3d", "downsample3d"):
-            copies = layer.time_conv.out_channels // layer.dim
-            layer.time_conv.weight[:, :, -1, 0, 0] = torch.eye(layer.dim).repeat(copies, 1)
-            layer.time_conv.bias.zero_()
+    encoder = vae.encoder
+    for name, parameter in [*encoder.named_parameters(), *vae.quant_conv.named_parameters()]:
+        parameter.fill_(float(name.endswith("gamma")))
+    halvings = [layer for layer in encoder.down_blocks if isinstance(layer, WanResample)]
+    for layer in halvings:
+        layer.time_conv.weight[:, :, -1, 0, 0] = torch.eye(layer.dim)
+    pixels, width = 3 * PATCH**2, halvings[0].dim
+    encoder.conv_in.weight[:pixels, :, -1, 1, 1] = torch.eye(pixels)
+    encoder.down_blocks[2].conv_shortcut.weight[:width, :, 0, 0, 0] = torch.eye(width)
+
+    pictures = patchify(draw_pictures()[:, :, None], PATCH)[:, :, 0]
+    first, _ = find_components(pictures, width)
+    halvings[0].resample[1].weight[:, :pixels, :2, :2] = first
+    features = nn.functional.conv2d(pictures, first, stride=2)
+    second, deviations = find_components(features, LATENT_CHANNELS)
+    # Make the small components larger, but not as large as the others; then mix them, so that all channels
+    # have about the same deviation.
+    second = second / deviations.sqrt()[:, None, None, None]
+    mix = torch.linalg.qr(torch.randn(len(second), len(second), generator=torch.Generator().manual_seed(0))).Q
+    second = torch.einsum("ij,jchw->ichw", mix, second)
+    latents = nn.functional.conv2d(features, second, stride=2)
+    scale = 1 / latents.std()
+    second, latents = second * scale, latents * scale
+
+    # The head's activation is not linear, but silu(x) - silu(-x) is x.
+    z, halving, head = LATENT_CHANNELS, halvings[1].resample[1], encoder.conv_out
+    halving.weight[:z, :width, :2, :2], halving.weight[z : 2 * z, :width, :2, :2] = second, -second
+    halving.bias[2 * z] = STEADY
+    gain = STEADY / encoder.norm_out.gamma.numel() ** 0.5
+    head.weight[:z, :z, -1, 1, 1], head.weight[:z, z : 2 * z, -1, 1, 1] = (
+        gain * torch.eye(z),
+        -gain * torch.eye(z),
+    )
+    head.bias[z:] = LOG_VARIANCE
+    vae.quant_conv.weight[:, :, 0, 0, 0] = torch.eye(2 * z)
+    vae.register_to_config(
+        latents_mean=latents.mean((0, 2, 3)).tolist(), latents_std=latents.std((0, 2, 3)).tolist()
+    )
 
 
-def resample_clip(layer: WanResample, x: Tensor) -> Tensor:
-    """What the layer does to a clip frame by frame, with its cache, to all frames [n, c, t, h, w] at once."""
+def double_clip(layer: WanResample, x: Tensor) -> Tensor:
+    """What the layer does to latents frame by frame, with its cache, to all of [n, c, t, h, w] at once."""
     first, rest = x[:, :, :1], x[:, :, 1:]
-    if layer.mode == "upsample3d" and rest.shape[2]:
+    if rest.shape[2]:
         n, channels, frames, height, width = rest.shape
         pairs = layer.time_conv(rest).view(n, 2, channels, frames, height, width)
         x = torch.cat([first, pairs.permute(0, 2, 3, 1, 4, 5).flatten(2, 3)], dim=2)
-    n, _, frames, _, _ = x.shape
     pictures = layer.resample(x.transpose(1, 2).flatten(0, 1))
-    x = pictures.unflatten(0, (n, frames)).transpose(1, 2)
-    if layer.mode == "downsample3d" and frames > 1:
-        x = torch.cat([x[:, :, :1], layer.time_conv(x)], dim=2)
-    return x
-
-
-def encode_clip(vae: AutoencoderKLWan, clip: Tensor) -> DiagonalGaussianDistribution:
-    """The same as vae.encode for clips [n, 3, t, h, w], in one pass: several times faster with gradients."""
-    encoder = vae.encoder
-    x = encoder.conv_in(patchify(clip, PATCH))
-    for block in encoder.down_blocks:
-        shortcut = block.avg_shortcut(x)
-        for layer in block.resnets:
-            x = layer(x)
-        if block.downsampler is not None:
-            x = resample_clip(block.downsampler, x)
-        x = x + shortcut
-    x = encoder.conv_out(encoder.nonlinearity(encoder.norm_out(encoder.mid_block(x))))
-    return DiagonalGaussianDistribution(vae.quant_conv(x))
+    return pictures.unflatten(0, (len(x), x.shape[2])).transpose(1, 2)
 
 
 def decode_clip(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
@@ -100,27 +135,25 @@ def decode_clip(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     decoder = vae.decoder
     x = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latents)))
     for block in decoder.up_blocks:
-        before = x
         for layer in block.resnets:
             x = layer(x)
-        if block.upsampler is not None:
-            x = resample_clip(block.upsampler, x) + block.avg_shortcut(before, first_chunk=True)
+        for layer in block.upsamplers or ():
+            x = double_clip(layer, x)
     x = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
     clip: Tensor = unpatchify(x, PATCH)
     return clip
 
 
 def draw_batch(subjects: Sequence[clips.Subject], size: int, frames: int) -> Tensor:
-    """Random clips [size, 3, frames, 64, 64] of these subjects, three in ten on a colour without a name."""
+    """Random clips [size, 3, frames, 64, 64] of these subjects, parts of the ones the transformer sees."""
     batch = []
     for index in torch.randint(len(subjects), (size,)).tolist():
         name, direction, colour = subjects[index]
-        background = torch.tensor(BACKGROUNDS[colour]) / 255 if torch.rand(()) < 0.7 else torch.rand(3)
-        start = clips.Start(*torch.randint(-5, 6, (2,)).tolist())
-        first = int(torch.randint(clips.FRAMES - frames + 1, ()))
-        still = clips.draw_stills([name], background)[0]
+        still = clips.draw_stills([name], torch.tensor(BACKGROUNDS[colour]) / 255)[0]
+        start = clips.STARTS[int(torch.randint(len(clips.STARTS), ()))]
+        first = 4 * int(torch.randint((clips.FRAMES - frames) // 4 + 1, ()))
         batch.append(clips.draw_clip(still, direction, start, range(first, first + frames)))
-    return torch.stack(batch).contiguous(memory_format=torch.channels_last_3d)
+    return torch.stack(batch)
 
 
 @torch.no_grad()
@@ -136,55 +169,71 @@ def measure_psnr(vae: AutoencoderKLWan, subjects: Sequence[clips.Subject]) -> fl
 
 
 def train(
+    vae: AutoencoderKLWan,
     subjects: Sequence[clips.Subject],
     *,
     minutes: float,
     max_steps: int | None = None,
-    width: int = 24,
+    batch_size: int = 4,
+    frames: int = 9,
     learning_rate: float = 2e-3,
-    kl_weight: float = 3e-4,
-    average_decay: float = 0.995,
+    average_decay: float = 0.99,
+    folder: Path | None = None,
 ) -> tuple[AutoencoderKLWan, list[float]]:
-    """Train on clips of these subjects; returns the averaged autoencoder and the loss of every step."""
-    vae = build_vae(width)
-    average = copy.deepcopy(vae)
-    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=1e-4)
+    """Train the decoder on clips of these subjects; returns the averaged autoencoder and every step's loss.
+
+    With a folder, the state so far is saved there at the start and every 200 steps.
+    """
+    decoder = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
+    for parameter in decoder:
+        parameter.requires_grad_(True)
+    average = copy.deepcopy(vae).eval()
+    optimizer = torch.optim.AdamW(decoder, betas=(0.9, 0.99), weight_decay=1e-4)
     losses: list[float] = []
     for step, done in training_steps(minutes, max_steps):
+        if folder is not None and step % 200 == 0:
+            average.save_pretrained(folder)
         set_learning_rate(optimizer, learning_rate, step, done, warmup=50)
-        frames, size = next((frames, size) for start, frames, size in reversed(SCHEDULE) if done >= start)
-        batch = draw_batch(subjects, size, frames)
+        batch = draw_batch(subjects, batch_size, frames)
+        with torch.no_grad():
+            # The transformer's latents are never exact, so the decoder learns from twice the posterior's noise.
+            posterior = vae.encode(batch).latent_dist
+            latents = posterior.mean + 2 * posterior.std * torch.randn_like(posterior.std)
+        latents = latents.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            posterior = encode_clip(vae, batch)
-            output = decode_clip(vae, posterior.sample())
-        mean, log_variance = posterior.mean.float(), posterior.logvar.float()
-        kl = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
+            output = decode_clip(vae, latents)
         pictures, targets = (clip.transpose(1, 2).flatten(0, 1) for clip in (output.float(), batch))
-        loss = image_loss(pictures, targets) + kl_weight * kl
+        loss = image_loss(pictures, targets)
 
         optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(decoder, 1.0)
         optimizer.step()
         update_average(average, vae, step, average_decay)
         losses.append(loss.item())
         if step % 100 == 0:
             recent = sum(losses[-100:]) / len(losses[-100:])
-            print(f"step {step:5d}  {100 * done:3.0f} %  loss {recent:.4f}  kl {kl.item():.2f}", flush=True)
-    return average.eval(), losses
+            print(f"step {step:5d}  {100 * done:3.0f} %  loss {recent:.4f}", flush=True)
+    return average, losses
 
 
 def main() -> None:
     """Train with the settings of the recipe, save the autoencoder and print how well it keeps clips."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/emoji-wan/vae"))
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
-    vae, _ = train(clips.seen_subjects(), minutes=options.minutes, learning_rate=options.learning_rate)
+    vae, _ = train(
+        build_vae(),
+        clips.seen_subjects(),
+        minutes=options.minutes,
+        learning_rate=options.learning_rate,
+        folder=options.out,
+    )
     vae.save_pretrained(options.out)
     unseen = [clips.Subject(name, clips.held_out(name), "white") for name in clips.NAMES]
     print(f"held-out motions: {measure_psnr(vae, unseen):.2f} dB")
