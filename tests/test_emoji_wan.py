@@ -30,10 +30,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def draw(subject: clips.Subject, start: clips.Start) -> torch.Tensor:
+def draw(subject: clips.Subject, offset: int) -> torch.Tensor:
     """The true clip of a subject, [3, 17, 64, 64] in -1..1."""
     still = clips.draw_stills([subject.name], torch.tensor(BACKGROUNDS[subject.colour]) / 255)[0]
-    return clips.draw_clip(still, subject.direction, start)
+    return clips.draw_clip(still, subject.direction, offset)
 
 
 def test_weights_are_small_and_half_precision() -> None:
@@ -77,8 +77,8 @@ def test_a_clip_at_once_is_the_same_as_frame_by_frame(frames: int) -> None:
 def test_judge_knows_right_from_wrong() -> None:
     """The judge recognises the true clips, and sees wrong ones as wrong."""
     subjects = evaluate_wan.choose_subjects(seen=False, seeds=1)
-    starts = [clips.STARTS[index % len(clips.STARTS)] for index in range(len(subjects))]
-    made = torch.stack([draw(subject, start) for subject, start in zip(subjects, starts, strict=True)])
+    offsets = [clips.OFFSETS[index % len(clips.OFFSETS)] for index in range(len(subjects))]
+    made = torch.stack([draw(subject, offset) for subject, offset in zip(subjects, offsets, strict=True)])
     made = (made.transpose(1, 2) + 1) / 2
     for score in evaluate_wan.score_clips(subjects, made).values():
         assert score.share == 1, str(score)
@@ -108,7 +108,7 @@ def test_wan_training_learns_and_saves_a_pipeline(tmp_path: Path) -> None:
     """A tiny transformer's loss falls clearly within seconds, and the pipeline it leaves makes clips."""
     vae: Any = AutoencoderKLWan.from_pretrained(PIPELINE / "vae", dtype=torch.float32)
     subjects = clips.seen_subjects(clips.NAMES[:2])[::5]
-    latents = train_wan.encode_clips(vae, subjects, clips.STARTS[:1])
+    latents = train_wan.encode_clips(vae, subjects, clips.OFFSETS[:1])
     assert latents.mean.shape == (len(subjects), train_wan_vae.LATENT_CHANNELS, 5, 8, 8)
     pipeline, losses = train_wan.train(vae, latents, minutes=5, max_steps=60, layers=2, batch_size=16)
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])

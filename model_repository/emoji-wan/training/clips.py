@@ -79,14 +79,8 @@ class Subject(NamedTuple):
         return WITH_BACKGROUND[0].format(**self._asdict())
 
 
-class Start(NamedTuple):
-    """Where a clip starts: by how many pixels it is off the usual place, along the motion and across it."""
-
-    along: int
-    across: int
-
-
-STARTS = tuple(Start(along, across) for along in (-2, 0, 2) for across in (-4, 0, 4))
+# By how many pixels the way of a clip may be off the middle of the frame.
+OFFSETS = (-8, -4, 0, 4, 8)
 
 
 def held_out(name: str) -> str:
@@ -125,8 +119,8 @@ def place(still: Tensor, x: int, y: int) -> Tensor:
     return pad(still - plain, margins) + plain
 
 
-def draw_clip(still: Tensor, direction: str, start: Start, shown: range = range(FRAMES)) -> Tensor:
-    """The clip [3, 17, 64, 64] in -1..1 of a still [3, 32, 32] that moves through the middle of the frame.
+def draw_clip(still: Tensor, direction: str, offset: int, shown: range = range(FRAMES)) -> Tensor:
+    """The clip [3, 17, 64, 64] in -1..1 of a still [3, 32, 32] that moves past the middle at this offset.
 
     shown picks some of the frames.
     """
@@ -134,8 +128,8 @@ def draw_clip(still: Tensor, direction: str, start: Start, shown: range = range(
     frames = []
     for index in shown:
         way = SPEED * (index - FRAMES // 2)
-        x = SIZE // 2 + step_x * way + (start.along if step_x else start.across)
-        y = SIZE // 2 + step_y * way + (start.along if step_y else start.across)
+        x = SIZE // 2 + step_x * way + (0 if step_x else offset)
+        y = SIZE // 2 + step_y * way + (0 if step_y else offset)
         frames.append(place(still, x, y))
     return torch.stack(frames, dim=1)
 

@@ -20,6 +20,7 @@ from emoji import BACKGROUNDS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_flux import build_t5_tokenizer
+from train_wan_vae import encode_clip
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 TOKENS = 16
@@ -88,18 +89,18 @@ class Latents(NamedTuple):
 def encode_clips(
     vae: AutoencoderKLWan,
     subjects: Sequence[clips.Subject],
-    starts: Sequence[clips.Start] = clips.STARTS,
-    batch_size: int = 9,
+    offsets: Sequence[int] = clips.OFFSETS,
+    batch_size: int = 10,
 ) -> Latents:
-    """Encode a clip of every subject from every start, once."""
-    shown = [(subject, start) for subject in subjects for start in starts]
+    """Encode a clip of every subject at every offset, once."""
+    shown = [(subject, offset) for subject in subjects for offset in offsets]
     means, deviations = [], []
     for first in range(0, len(shown), batch_size):
         batch = []
-        for (name, direction, colour), start in shown[first : first + batch_size]:
+        for (name, direction, colour), offset in shown[first : first + batch_size]:
             still = clips.draw_stills([name], torch.tensor(BACKGROUNDS[colour]) / 255)[0]
-            batch.append(clips.draw_clip(still, direction, start))
-        posterior = vae.encode(torch.stack(batch)).latent_dist
+            batch.append(clips.draw_clip(still, direction, offset))
+        posterior = encode_clip(vae, torch.stack(batch))
         means.append(posterior.mean)
         deviations.append(posterior.std)
     centre, spread = (
@@ -162,15 +163,16 @@ def train(
     minutes: float,
     max_steps: int | None = None,
     layers: int = 5,
-    batch_size: int = 24,
+    batch_size: int = 16,
     learning_rate: float = 1e-3,
     average_decay: float = 0.998,
     seed: int = 0,
     folder: Path | None = None,
+    compiled: bool = False,
 ) -> tuple[WanPipeline, list[float]]:
     """Train on the latents of this autoencoder; returns the averaged pipeline and the loss of every step.
 
-    With a folder, the state so far is saved there every 500 steps.
+    With a folder, the state so far is saved there every 500 steps. Compiling pays after some minutes.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -178,6 +180,9 @@ def train(
     model = EmojiWan(len(tokenizer), vae.config.z_dim, layers)
     average = copy.deepcopy(model).eval()
     pipeline = build_pipeline(vae, tokenizer, average)
+    if compiled:
+        for block in model.transformer.blocks:
+            block.compile()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -226,6 +231,7 @@ def main() -> None:
         learning_rate=options.learning_rate,
         seed=options.seed,
         folder=options.out,
+        compiled=True,
     )
     save(pipeline, options.out)
 
