@@ -22,7 +22,7 @@ SUBJECTS = tuple(
     )
 )
 SHOWN = range(0, clips.FRAMES, 4)
-PICTURE = 96
+PICTURE = 80
 CAPTION = 150
 GAP = 6
 
@@ -42,7 +42,7 @@ def main() -> None:
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
     for row, (prompt, clip) in enumerate(zip(prompts, made, strict=True)):
         y = GAP + row * side
-        draw.text((GAP, y + PICTURE // 4), textwrap.fill(prompt, 19), fill="black", font=font, spacing=2)
+        draw.text((GAP, y + PICTURE // 4), textwrap.fill(prompt, 18), fill="black", font=font, spacing=2)
         for column, index in enumerate(SHOWN):
             x = CAPTION + column * side
             pixels = (clip[index].permute(1, 2, 0) * 255).round().byte().numpy()
