@@ -124,7 +124,7 @@ def encode_clip(vae: AutoencoderKLWan, clip: Tensor) -> DiagonalGaussianDistribu
     """The same as vae.encode for clips [n, 3, t, h, w]: this encoder sees each fourth frame by itself."""
     frames = clip[:, :, ::4].transpose(1, 2)
     moments = vae.encode(frames.flatten(0, 1)[:, :, None]).latent_dist.parameters[:, :, 0]
-    return DiagonalGaussianDistribution(moments.unflatten(0, frames.shape[:2]).transpose(1, 2))
+    return DiagonalGaussianDistribution(moments.view(*frames.shape[:2], *moments.shape[1:]).transpose(1, 2))
 
 
 def double_clip(layer: WanResample, x: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ def double_clip(layer: WanResample, x: Tensor) -> Tensor:
         n, channels, frames, height, width = rest.shape
         pairs = layer.time_conv(rest).view(n, 2, channels, frames, height, width)
         x = torch.cat([first, pairs.permute(0, 2, 3, 1, 4, 5).flatten(2, 3)], dim=2)
-    pictures = layer.resample(x.transpose(1, 2).flatten(0, 1))
-    return pictures.unflatten(0, (len(x), x.shape[2])).transpose(1, 2)
+    pictures: Tensor = layer.resample(x.transpose(1, 2).flatten(0, 1))
+    return pictures.view(len(x), x.shape[2], *pictures.shape[1:]).transpose(1, 2)
 
 
 def decode_clip(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
