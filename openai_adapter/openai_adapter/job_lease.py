@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 2.0  # also how soon work is given up whose job was deleted through another adapter
-INSIST_SECONDS = 60.0
-DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
+_INSIST_SECONDS = 60.0
+_AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
 _PAUSE_SECONDS = 0.5
 
 
@@ -90,42 +90,42 @@ class Lease:
                 await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _renew(self) -> None:
-        if self._news.is_set():
-            self._news.clear()
-            await self._jobs.report_progress(self._claim, self._percent)
-        else:
+        if not self._news.is_set():
             await self._jobs.heartbeat(self._claim)
+            return
+        self._news.clear()
+        try:
+            await self._jobs.report_progress(self._claim, self._percent)
+        except SQLAlchemyError:
+            self._news.set()  # still to be told
+            raise
 
 
-async def insist(
-    write: Callable[[], Coroutine[Any, Any, T]],
-    passing: tuple[type[Exception], ...] = DATABASE_AWAY,
-    seconds: float = INSIST_SECONDS,
-) -> T:
-    """What ``write`` returns, which is called again while it raises what may pass, for so many seconds.
+async def insist(write: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What ``write`` returns, which is called again while the database cannot be reached, for a minute.
 
     A write that runs when this is cancelled is waited for: what it has done counts, and its outcome is known.
 
     Raises:
-        Exception: what it raised last.
+        SQLAlchemyError: it cannot be reached for longer, or refuses.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _INSIST_SECONDS
     while True:
         try:
-            return await _settle(write(), passing)
-        except passing as error:
+            return await _settle(write())
+        except _AWAY as error:
             if time.monotonic() > deadline:
                 raise
             logger.warning("a job could not be written: %s", error)
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _settle(write: Coroutine[Any, Any, T], passing: tuple[type[Exception], ...]) -> T:
+async def _settle(write: Coroutine[Any, Any, T]) -> T:
     writing = asyncio.create_task(write)
     try:
         return await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait({writing})
-        if isinstance(writing.exception(), passing):
+        if isinstance(writing.exception(), _AWAY):
             raise
         return writing.result()

@@ -30,7 +30,7 @@ async def publish(
     entries: dict[str, FileEntry] = {}
     try:
         for part, data in parts.items():
-            entries[part.partition(".")[0]] = await _put(files, claim, part, data)
+            entries[part.partition(".")[0]] = await in_thread(files.put, claim, part, data)
     except BaseException:
         await in_thread(files.discard, claim, parts)
         raise
@@ -40,10 +40,6 @@ async def publish(
         await in_thread(files.discard, claim, parts)
         raise
     # After any other error the job may be completed: if not, the next sweep removes its files.
-
-
-async def _put(files: JobFiles, claim: Claim, part: str, data: bytes) -> FileEntry:
-    return await insist(lambda: in_thread(files.put, claim, part, data), (TimeoutError,))
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from fastapi import FastAPI
 from in_process import send
-from openai_adapter.bodies import MAX_DEPTH, MAX_FIELDS, read_fields
+from openai_adapter.bodies import MAX_DEPTH, MAX_FIELDS, MAX_VALUES, read_fields
 from openai_adapter.errors import CLIENT_CLOSED_REQUEST, ApiError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -174,7 +174,8 @@ def test_as_much_as_is_allowed() -> None:
         (b'{"a": -Infinity}', "-Infinity is not a number"),
         (b'{"a": ' + b"1" * 5000 + b"}", "too many digits"),
         (b'{"a": "\xff"}', "not UTF-8"),
-        (b'{"a": ' * 200_000, "nested too deeply"),
+        (b'{"a": ' * (MAX_VALUES + 1), "too many values"),
+        (b'{"a": ' * MAX_VALUES, "nested too deeply"),
         (b'{"a": ' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "nested too deeply"),
     ],
 )

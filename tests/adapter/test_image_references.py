@@ -231,7 +231,7 @@ def test_strange_data_urls(url: str) -> None:
         ({"url": "http://images.example/a"}, "input_reference", "invalid_value"),
         ({"image_url": DATA_URL, "detail": "high"}, "input_reference", "invalid_value"),
         ({"image_url": {"url": DATA_URL}}, "input_reference.image_url", "invalid_value"),
-        ({"image_url": None}, "input_reference.image_url", "invalid_value"),
+        ({"image_url": None}, "input_reference", "invalid_value"),
         ({"file_id": "file-1"}, "input_reference.file_id", "unsupported_parameter"),
         ({"file_id": "file-1", "image_url": DATA_URL}, "input_reference.file_id", "unsupported_parameter"),
     ],

@@ -58,7 +58,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"sed": 1}, "sed", "unknown_parameter"),
     ({"k\ud800": 1}, "k\\ud800", "unknown_parameter"),
     ({"extra_body": [1]}, "extra_body", "invalid_value"),
-    ({"extra_body": {"extra_body": {}}}, "extra_body", "unknown_parameter"),
+    ({"extra_body": {"extra_body": {}}}, "extra_body", "invalid_value"),
     ({"extra_body": {"what": 1}}, "what", "unknown_parameter"),
     ({"extra_body": {"seed": 1}, "seed": 2}, "seed", "conflicting_values"),
     ({"extra_body": {"seed": 1}, "seed": True}, "seed", "conflicting_values"),

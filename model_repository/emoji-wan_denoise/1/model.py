@@ -1,0 +1,1 @@
+from diffusion_backend.stages.denoise import TritonPythonModel  # noqa: F401

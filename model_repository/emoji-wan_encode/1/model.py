@@ -1,0 +1,1 @@
+from diffusion_backend.stages.encode import TritonPythonModel  # noqa: F401
