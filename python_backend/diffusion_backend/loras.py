@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def load(pipe: DiffusionPipeline, folders: Mapping[str, str]) -> int:
             options = {"weight_name": file.name, "use_safetensors": True, "local_files_only": True}
             tensors = _names(type(pipe).lora_state_dict(str(file.parent), **options))
             _check_tensors(name, file, tensors, pipe)
-            pipe.load_lora_weights(str(file.parent), adapter_name=adapter, **options)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # as is wanted
+                pipe.load_lora_weights(str(file.parent), adapter_name=adapter, **options)
         except DiffusionError:
             raise
         except Exception as error:  # of many kinds, and made of whatever the file holds
