@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from diffusion_backend.launcher import ServeOptions, Server
-from diffusion_backend.processes import LaunchError, free_ports
 from diffusion_backend.stages.common import tune_process
-from diffusion_backend.tritonserver import TritonPorts
 
-from tests.running_server import ROOT, RunningServer
+from tests.running_server import ROOT, RunningServer, running_server
 
-START_SECONDS = 240
 # As the stages do: the tests' own threads must not keep a core from the server's processes.
 tune_process()
 
@@ -51,37 +47,8 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A running server, ready: tritonserver and adapter on free ports."""
-    http, grpc, metrics, port = free_ports(4)
-    running = Server(
-        ServeOptions(
-            repository=model_repository,
-            data_dir=tmp_path_factory.mktemp("data"),
-            host="127.0.0.1",
-            port=port,
-            triton_ports=TritonPorts(http=http, grpc=grpc, metrics=metrics),
-            exit_timeout=30,
-        )
-    )
-    try:
-        try:
-            running.start()
-            running.wait_ready(START_SECONDS)
-        except LaunchError as error:
-            pytest.fail(f"the server under test did not start: {error}", pytrace=False)
-        triton = running.triton
-        yield RunningServer(
-            adapter_url=running.adapter.url,
-            grpc_url=triton.grpc_url,
-            http_url=triton.http_url,
-            metrics_url=triton.metrics_url,
-            data_dir=triton.data_dir,
-            log=triton.log,
-            admin_key=triton.admin_key,
-        )
-    finally:
-        in_order = running.stop()
-    # A request still running, or a test that left an HTTP connection to Triton open, keeps it from ending.
-    assert in_order, f"the server under test did not stop in order: {running.triton.process.obituary()}"
+    with running_server(model_repository, tmp_path_factory.mktemp("data")) as running:
+        yield running
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -167,7 +167,7 @@ class ImageGenerator:
             request_id=request_id,
             # Only so that no stream outlives its request: the request's own limit comes first, as a 504.
             timeout=self._timeout + _STREAM_GRACE_SECONDS,
-            **settings.model_dump(exclude={"prompt", "negative_prompt"}, exclude_none=True),
+            **settings.to_parameters(),
         )
 
 

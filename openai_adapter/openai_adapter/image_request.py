@@ -74,6 +74,11 @@ class ImageRequest(Fields):
     guidance_scale: Any = Field(
         None, json_schema_extra={"type": "number"}, description="numbers within the model's limits"
     )
+    lora: Any = Field(
+        None,
+        json_schema_extra={"type": ["string", "object"]},
+        description="'NAME' or 'NAME:WEIGHT', several joined with commas, or an object of names and weights",
+    )
 
 
 FIELDS = frozenset((*ImageRequest.model_fields, *REFUSED))
@@ -149,6 +154,7 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
             "height": height,
             "num_inference_steps": request.num_inference_steps,
             "guidance_scale": request.guidance_scale,
+            "lora": request.lora,
             "seed": request.seed,
             "quality": request.quality,
             "partial_images": request.partial_images,

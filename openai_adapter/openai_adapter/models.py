@@ -55,6 +55,7 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "takes_negative_prompt": limits.takes_negative_prompt,
         "default_quality": limits.default_quality,
         "qualities": list(QUALITIES),
+        "loras": list(limits.loras),
         "fast_path": None if model.decode_facts is None else model.decode_facts.get("fast_path"),
         "previews": _build_previews(model.denoise_facts),
         "batching": _build_batching(model.denoise_facts),

@@ -29,6 +29,7 @@ def build_video(job: Job) -> dict[str, Any]:
         "remixed_from_video_id": job.request["remixed_from_video_id"],
         "error": _build_error(job),
         **{name: settings[name] for name in _SHOWN},
+        "loras": dict(settings.get("loras", ())),
         **(job.result or {"decode_path": None, "timings": None}),
     }
 

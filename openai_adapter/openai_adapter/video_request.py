@@ -86,6 +86,11 @@ class VideoRequest(Fields):
     guidance_scale: Any = Field(
         None, json_schema_extra={"type": "number"}, description="numbers within the model's limits"
     )
+    lora: Any = Field(
+        None,
+        json_schema_extra={"type": ["string", "object"]},
+        description="'NAME' or 'NAME:WEIGHT', several joined with commas, or an object of names and weights",
+    )
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,11 @@ def from_form(fields: Mapping[str, Any]) -> dict[str, Any]:
         for name in names:
             if isinstance(typed.get(name), str) and pattern.fullmatch(typed[name]):
                 typed[name] = kind(typed[name])
+    if isinstance(typed.get("lora"), dict):
+        typed["lora"] = {
+            name: float(weight) if isinstance(weight, str) and _NUMBER.fullmatch(weight) else weight
+            for name, weight in typed["lora"].items()
+        }
     reference = typed.get("input_reference")
     if isinstance(reference, str) and reference.startswith("{"):
         typed["input_reference"] = parse_json_object(reference, "input_reference")
@@ -171,6 +181,7 @@ def plan(request: VideoRequest, limits: ModelLimits) -> Plan:
             "height": height,
             "num_inference_steps": request.num_inference_steps,
             "guidance_scale": request.guidance_scale,
+            "lora": request.lora,
             "seed": request.seed,
             "quality": request.quality,
             "num_frames": _count_frames(request, fps, limits),

@@ -206,7 +206,9 @@ class VideoWorker:
         """The arguments of the client: progress where the model's stages tell of it."""
         facts = self._registry.find(model).denoise_facts or {}
         return {
-            **settings.model_dump(exclude_none=True),
+            "prompt": settings.prompt,
+            "negative_prompt": settings.negative_prompt,
+            **settings.to_parameters(),
             "progress": facts.get("no_progress") is None,
             "image": image,
             "timeout": self._timeout,

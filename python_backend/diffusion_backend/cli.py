@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_backend.errors import DiffusionError
+from diffusion_backend.errors import DiffusionError, show, unusable
 
 if TYPE_CHECKING:
     from diffusion_backend.file_changes import Change
@@ -62,6 +62,13 @@ def _add_builder_commands(commands: Any) -> None:
         "--warmup-batch", nargs="+", type=int, default=[], metavar="N", help="numbers of requests, besides 1"
     )
     add.add_argument("--no-warmup", action="store_true", help="faster to start, slower first requests")
+    add.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA that requests can ask for; may be given several times",
+    )
     add.add_argument("--default-quality", default="lossless", choices=("lossless", "fast"), help="of 'auto'")
     add.set_defaults(run=_add)
 
@@ -98,6 +105,7 @@ def _add(args: argparse.Namespace) -> int:
         warmup_sizes=tuple(args.warmup_size),
         warmup_batches=tuple(args.warmup_batch),
         default_quality=Tier(args.default_quality),
+        loras=_parse_loras(args.lora),
     )
     changes = add(args.source, args.name, args.repository, options)
     _print_changes(args.repository, changes)
@@ -113,6 +121,19 @@ def _add(args: argparse.Namespace) -> int:
             f"{args.name} is served from the next start on; a server that runs can load it: docs/operations.md"
         )
     return 0
+
+
+def _parse_loras(given: Sequence[str]) -> dict[str, str]:
+    """Folders by name, of options ``NAME=FOLDER``."""
+    folders: dict[str, str] = {}
+    for option in given:
+        name, _, folder = option.partition("=")
+        if not folder:
+            raise unusable(f"'lora' is {show(option)}; allowed: NAME=FOLDER", "lora")
+        if name in folders:
+            raise unusable(f"'lora' has {show(name)} twice; allowed: each name once", "lora")
+        folders[name] = folder
+    return folders
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -158,13 +179,17 @@ def _list(args: argparse.Namespace) -> int:
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
             f"{limits.default_width}x{limits.default_height}{_frames(limits)} "
-            f"{limits.default_num_inference_steps} steps, from {limits.source}{revision}"
+            f"{limits.default_num_inference_steps} steps, from {limits.source}{revision}{_loras(limits)}"
         )
     return 1 if any(isinstance(limits, str) for limits in models.values()) else 0
 
 
 def _frames(limits: ModelLimits) -> str:
     return f" {limits.default_num_frames} frames at {limits.default_fps} fps," if limits.makes_video else ""
+
+
+def _loras(limits: ModelLimits) -> str:
+    return f", LoRAs: {', '.join(limits.loras)}" if limits.loras else ""
 
 
 def _remove(args: argparse.Namespace) -> int:

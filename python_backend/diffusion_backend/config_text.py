@@ -275,6 +275,10 @@ def _input(name: str, data_type: str, dims: str, *, optional: bool = False, ragg
 def _limits_parameters(limits: ModelLimits) -> dict[str, str]:
     fields = limits.model_dump(mode="json", exclude_none=True)
     fields["call_arguments"] = json.dumps(limits.call_arguments)
+    if limits.loras:
+        fields["loras"] = json.dumps(limits.loras)
+    else:
+        del fields["loras"]
     return {name: str(value) for name, value in fields.items()}
 
 

@@ -1,6 +1,7 @@
 """What text encoders returned of late: a prompt that comes again (the negative one above all) is not encoded again.
 
-An encoder's ``forward`` is a function of its arguments, so the cached result is the one that it would compute.
+An encoder's ``forward`` is a function of its arguments (and of the LoRAs that are switched on in it), so the cached
+result is the one that it would compute.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ class EncoderCache:
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.bytes = 0
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """``module`` with its ``forward`` answered from here where that is possible; in all else it stays itself."""
+    def wrap(self, module: nn.Module, state: Callable[[], Hashable] = lambda: None) -> nn.Module:
+        """``module`` with its ``forward`` answered from here where that is possible; in all else it stays itself.
+
+        ``state`` tells what its results depend on besides their arguments.
+        """
         wrapped = copy.copy(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = _key((args, kwargs))
             if key is None:
                 return module(*args, **kwargs)
-            return self._get((id(module), key), lambda: module(*args, **kwargs))
+            return self._get((id(module), state(), key), lambda: module(*args, **kwargs))
 
         vars(wrapped)["forward"] = forward
         return wrapped

@@ -228,6 +228,20 @@ def load_dry(
     return _assemble(pipeline, {}, stand_ins)
 
 
+def load_empty(pipeline: PipelineFolder) -> DiffusionPipeline:
+    """The pipeline without any weights, to try what depends on shapes only: LoRAs."""
+    stand_ins = {
+        component.name: build_stand_in(
+            component.cls,
+            pipeline.folder / component.name,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        for component in pipeline.modules
+    }
+    return _assemble(pipeline, {}, stand_ins)
+
+
 def _stages_held(stage: Stage, takes_image: bool) -> tuple[Stage, ...]:
     """Whose components ``stage`` has: encode needs the VAE to encode images."""
     return (stage, Stage.VAE_DECODE) if takes_image and stage is Stage.ENCODE else (stage,)

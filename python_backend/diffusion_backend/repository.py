@@ -12,11 +12,11 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffusion_backend import config_text, loading
+from diffusion_backend import config_text, loading, loras
 from diffusion_backend.config_text import Instances
 from diffusion_backend.defaults import derive_limits
 from diffusion_backend.dry_runs import DryRuns
@@ -42,7 +42,8 @@ class BuildOptions:
     """What an operator may choose when adding a model.
 
     ``instances`` are those of encode and denoise; ``warmup_sizes`` ("WxH") and ``warmup_batches`` (requests) are
-    warmed besides the defaults; ``unary`` serves plain ``infer`` too, with one response a request.
+    warmed besides the defaults; ``unary`` serves plain ``infer`` too, with one response a request. ``loras`` are
+    folders by name.
     """
 
     dtype: str = "auto"
@@ -53,6 +54,7 @@ class BuildOptions:
     warmup_sizes: tuple[str, ...] = ()
     warmup_batches: tuple[int, ...] = ()
     default_quality: Tier = Tier.LOSSLESS
+    loras: Mapping[str, str] = field(default_factory=dict)
 
 
 def add(source: str, name: str, repository: Path, options: BuildOptions | None = None) -> list[Change]:
@@ -87,6 +89,10 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
             "more than one response a request; allowed: without --unary",
             "unary",
         )
+    if options.loras:
+        loras.check_files(pipeline, options.loras)
+        stored = {lora: _stored_source(folder, ensemble) for lora, folder in sorted(options.loras.items())}
+        limits = limits.model_copy(update={"loras": stored})
     sizes = [parse_size(size, limits) for size in options.warmup_sizes]
     with _refusals_name(pipeline):
         warmup = build_warmup(limits, runs, sizes, options.warmup_batches)

@@ -30,7 +30,7 @@ from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
 from diffusion_backend.rows import Denoiser
 from diffusion_backend.settings import ModelLimits, Settings
-from diffusion_backend.standins import Method
+from diffusion_backend.standins import NO_ADAPTERS, Method
 
 Prepare = Callable[[DiffusionPipeline], None]
 
@@ -79,8 +79,8 @@ def _must_not_run(component: Any, *_args: Any, **_kwargs: Any) -> None:
 
 # What the stand-ins of each stage's components do when another stage runs them.
 STAND_IN_METHODS: dict[Stage, dict[str, Method]] = {
-    Stage.ENCODE: {"forward": _must_not_run},
-    Stage.DENOISE: {"forward": end_encoding},
+    Stage.ENCODE: {"forward": _must_not_run, **NO_ADAPTERS},
+    Stage.DENOISE: {"forward": end_encoding, **NO_ADAPTERS},
     Stage.VAE_DECODE: {"forward": _must_not_run, "encode": _must_not_run, "decode": end_denoising},
 }
 

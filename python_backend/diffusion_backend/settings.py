@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from diffusion_backend.errors import DiffusionError, invalid, show
+from diffusion_backend.lora_choice import Loras, check_loras, to_text
 from diffusion_backend.quality import Tier, resolve_tier
 
 MAX_PROMPT_CHARACTERS = 32_000
@@ -33,7 +34,7 @@ class ModelLimits(BaseModel):
     All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below. Sizes are in pixels.
     ``source_revision`` is the commit of a source on the hub, which is what every stage loads. ``task`` says what goes
     in and what comes out: "text-to-image", "text-to-video", "image-to-video", ... A model that makes video has the
-    fields of frames, and no other has them.
+    fields of frames, and no other has them. ``loras`` are folders by the names that requests ask for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -65,8 +66,9 @@ class ModelLimits(BaseModel):
     default_fps: int | None = None
     default_quality: Tier = Tier.LOSSLESS
     call_arguments: dict[str, Any] = Field(default_factory=dict)
+    loras: dict[str, str] = Field(default_factory=dict)
 
-    @field_validator("call_arguments", mode="before")
+    @field_validator("call_arguments", "loras", mode="before")
     @classmethod
     def _parse_json(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
@@ -146,6 +148,12 @@ class Settings(BaseModel):
     partial_images: int
     trajectory: bool
     progress: bool
+    loras: Loras = ()  # jobs of adapters that knew none have none
+
+    def to_parameters(self) -> dict[str, Any]:
+        """The request parameters that ask for these settings."""
+        given = self.model_dump(exclude={"prompt", "negative_prompt", "loras"}, exclude_none=True)
+        return {**given, "lora": to_text(self.loras)} if self.loras else given
 
 
 # The request parameters of the ensemble. Prompts are tensors, not parameters.
@@ -161,6 +169,7 @@ PARAMETERS = (
     "partial_images",
     "trajectory",
     "progress",
+    "lora",
 )
 
 
@@ -196,6 +205,7 @@ def resolve(
         "partial_images": given.get("partial_images", 0),
         "trajectory": given.get("trajectory", False),
         "progress": given.get("progress", False),
+        "loras": given.get("lora"),
     }
     return check(limits, fields)
 
@@ -206,7 +216,9 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    missing = [name for name in Settings.model_fields if name not in fields]
+    missing = [
+        name for name, field in Settings.model_fields.items() if field.is_required() and name not in fields
+    ]
     extra = [name for name in fields if name not in Settings.model_fields]
     if missing or extra:
         raise invalid("settings", f"'settings' lacks {missing} and has unknown {extra}")
@@ -227,6 +239,7 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         partial_images=_integer("partial_images", fields["partial_images"], 0, MAX_PARTIAL_IMAGES),
         trajectory=_boolean("trajectory", fields["trajectory"]),
         progress=_boolean("progress", fields["progress"]),
+        loras=check_loras(limits.loras, fields.get("loras")),
     )
     if limits.makes_video:
         check_previews(settings.partial_images, NO_PICTURES)

@@ -55,6 +55,19 @@ def build_stand_in(
     return module
 
 
+def _take_no_adapter(_self: nn.Module, *_args: Any, **_kwargs: Any) -> None:
+    """A LoRA's part goes where the weights are."""
+
+
+# Methods of a stand-in that takes no LoRAs, when its pipeline loads them.
+NO_ADAPTERS: dict[str, Method] = {"load_lora_adapter": _take_no_adapter, "load_adapter": _take_no_adapter}
+
+
+def takes_adapters(module: nn.Module) -> bool:
+    """Whether ``module`` is no stand-in with ``NO_ADAPTERS``."""
+    return getattr(type(module), "load_adapter", None) is not _take_no_adapter
+
+
 def _change_dtype(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """``module.to(...)`` without the device."""
     for dtype in (*args, *kwargs.values()):

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ _VERSIONS = ("torch", "diffusers", "transformers", "triton-diffusion")
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What a stage learns from its own and its ensemble's ``config.pbtxt``."""
+    """What a stage learns from its own and its ensemble's ``config.pbtxt``; ``loras`` are folders by name."""
 
     model: str
     instance: str
@@ -46,6 +46,7 @@ class StageConfig:
     device: torch.device
     dtype: torch.dtype | None
     parameters: dict[str, str]
+    loras: dict[str, str] = field(default_factory=dict)
 
     def parameter(self, name: str) -> str:
         """One of the ``parameters`` of the stage's own ``config.pbtxt``.
@@ -123,6 +124,7 @@ def start_stage(args: dict[str, str]) -> StageConfig:
         instance=args["model_instance_name"],
         limits=limits,
         source=resolve_source(limits.source, ensemble),
+        loras={name: resolve_source(folder, ensemble) for name, folder in limits.loras.items()},
         device=device,
         dtype=choose_dtype(limits.dtype, device),
         parameters=parameters,
@@ -177,7 +179,7 @@ def bytes_sample(name: str, data: bytes) -> bytes:
 
 
 def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
-    """``stage``'s share of the pipeline, and its description: the facts of this process, as JSON.
+    """``stage``'s share of the pipeline and of its LoRAs, and its description: the facts of this process, as JSON.
 
     Raises:
         DiffusionError: a file that the stage needs is missing or damaged.
@@ -185,6 +187,7 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
     import torch
 
     from diffusion_backend import inspection, loading, seams
+    from diffusion_backend.stage_names import Stage
 
     started = time.perf_counter()
     if config.device.type == "cuda":
@@ -202,6 +205,10 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
         takes_image=config.limits.takes_image,
     )
     own = {component.name: component for component in pipeline.modules if component.stage == stage}
+    if config.loras and stage is not Stage.VAE_DECODE:
+        from diffusion_backend import loras
+
+        total += loras.load(pipe, config.loras)
     components = {
         name: {
             "class": component.cls.__name__,

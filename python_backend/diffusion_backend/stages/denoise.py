@@ -37,6 +37,7 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, engine, previews, progress, seams
         from diffusion_backend.loading import Stage
+        from diffusion_backend.loras import LoraSwitch
         from diffusion_backend.stages.metrics import DenoiseMetrics
         from diffusion_backend.tombstones import Tombstones
 
@@ -53,6 +54,7 @@ class TritonPythonModel:
             events=DenoiseMetrics(self._config.model, self._config.instance),
         )
         self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
+        self._loras = self._engine.run(lambda: LoraSwitch(self._pipe, Stage.DENOISE, self._config.loras))
         batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
         self._no_progress = None if self._is_decoupled else ANSWERS_ONCE
         self._no_trajectory = self._find_no_trajectory()
@@ -177,6 +179,8 @@ class TritonPythonModel:
     ) -> Made:
         """The final latents, and what vae_decode must know."""
         started = time.perf_counter()
+        if self._config.loras:
+            denoiser = self._loras.denoiser(denoiser, settings.loras)
 
         def run(denoiser: Callable[..., Any], prepare: Callable[[Any], None] | None = None) -> Any:
             return self._seams.replay(

@@ -22,6 +22,7 @@ class TritonPythonModel:
         common.tune_process()
         from diffusion_backend import conditioning, input_image, loading, seams
         from diffusion_backend.encoder_cache import EncoderCache
+        from diffusion_backend.loras import LoraSwitch
         from diffusion_backend.stage_names import Stage
         from diffusion_backend.stages.metrics import CacheMetrics
         from diffusion_backend.tombstones import Tombstones
@@ -35,8 +36,9 @@ class TritonPythonModel:
         self._pipe, self._description = common.load(self._config, Stage.ENCODE)
         self._metrics = CacheMetrics(self._config.model, self._config.instance)
         self._cache = EncoderCache(cache_bytes, self._metrics.looked_up)
+        self._loras = LoraSwitch(self._pipe, Stage.ENCODE, self._config.loras)
         for name, encoder in loading.modules_of(self._pipe, Stage.ENCODE).items():
-            vars(self._pipe)[name] = self._cache.wrap(encoder)
+            vars(self._pipe)[name] = self._cache.wrap(encoder, self._loras.state(encoder))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -101,6 +103,7 @@ class TritonPythonModel:
         }
         settings = resolve(limits, prompt, negative_prompt, given)
         images = self._images(image, settings)
+        self._loras.switch(settings.loras)
         calls = self._seams.record(
             self._pipe, self._seams.call_arguments(self._pipe, limits, settings, images)
         )
