@@ -56,7 +56,7 @@ def start_adapter(tmp_path: Path) -> Iterator[Callable[..., AdapterProcess]]:
 
 @pytest.fixture(scope="session")
 def video_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoServer]:
-    """A tritonserver with tiny models for video."""
+    """A tritonserver with models for video."""
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(running_video_server(tmp_path_factory.mktemp("videos")))
