@@ -65,7 +65,6 @@ class AsyncJobs:
     fail = _in_thread(_queue, JobQueue.fail)
     release = _in_thread(_queue, JobQueue.release)
     discard = _in_thread(_queue, JobQueue.discard)
-    count_unfinished = _in_thread(_queue, JobQueue.count_unfinished)
     _claim = _in_thread(_queue, JobQueue.claim)
 
     async def claim(

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, read_clock
-from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, bury, is_free
+from openai_adapter.job_table import EXISTS, FileEntry, Job, JobStatus, bury, is_free
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 NEVER_STARTED = "never_started"
@@ -179,13 +179,6 @@ class JobQueue:
         with self._database.writing() as session:
             now = read_clock(session)
             return _fail_exhausted(session, now, None, self.ttl) + _fail_old(session, now, self.ttl)
-
-    def count_unfinished(self, kind: str) -> dict[JobStatus, int]:
-        """How many jobs wait, and how many are worked on."""
-        query = select(Job.status, func.count()).where(Job.kind == kind, UNFINISHED).group_by(Job.status)
-        with self._database.reading() as session:
-            found = session.execute(query).all()
-        return {JobStatus.QUEUED: 0, JobStatus.IN_PROGRESS: 0} | {row[0]: row[1] for row in found}
 
     @contextmanager
     def _hold(self, claim: Claim) -> Iterator[tuple[Job, float]]:
