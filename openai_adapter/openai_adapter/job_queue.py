@@ -76,6 +76,12 @@ class JobQueue:
             job.lease_until = now + lease_seconds
         return Claim(job, job.token, lease_seconds)
 
+    def is_claimable(self, job_id: str) -> bool:
+        """Whether nobody works on the job: by the clock that leases go by, and without a lock."""
+        with self._database.reading() as session:
+            query = select(Job.id).where(Job.id == job_id, is_free(read_clock(session)))
+            return session.scalar(query) is not None
+
     def read_image(self, claim: Claim) -> bytes | None:
         """The image that came with the job, if any.
 

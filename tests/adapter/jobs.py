@@ -51,7 +51,7 @@ def count_unfinished(database: Database) -> Counter[JobStatus]:
     """How many jobs wait, and how many are worked on."""
     query = select(Job.status, func.count()).where(Job.kind == KIND, UNFINISHED).group_by(Job.status)
     with database.reading() as session:
-        return Counter(dict(session.execute(query).tuples().all()))
+        return Counter(dict(session.execute(query).all()))
 
 
 def row(database: Database, job_id: str) -> Job | None:
