@@ -18,7 +18,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -111,7 +111,7 @@ def vae_decode_model(model: str) -> str:
 
 def infer_request(
     model: str,
-    inputs: Mapping[str, str | bytes],
+    inputs: Mapping[str, str | bytes | Sequence[bytes]],
     request_id: str,
     parameters: Mapping[str, Any] | None = None,
     timeout: float | None = None,
@@ -125,9 +125,12 @@ def infer_request(
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in inputs.items():
-        data = value.encode() if isinstance(value, str) else value
-        request.inputs.add(name=name, datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
+        elements = (
+            [value.encode()] if isinstance(value, str) else [value] if isinstance(value, bytes) else value
+        )
+        request.inputs.add(name=name, datatype="BYTES", shape=[len(elements)])
+        data = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
+        request.raw_input_contents.append(data)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     if timeout is not None:
         request.parameters["timeout"].int64_param = int(timeout * 1e6)
@@ -380,7 +383,8 @@ class AsyncDiffusionClient:
         prompt: str,
         *,
         negative_prompt: str | None = None,
-        image: bytes | None = None,
+        image: bytes | Sequence[bytes] | None = None,
+        mask: bytes | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
         **parameters: Any,
@@ -391,7 +395,8 @@ class AsyncDiffusionClient:
         in order; ``info`` has the ``frame_index`` of a slice's first frame, ``num_frames`` and ``fps``, and of the last
         one ``is_final``. Before either, with ``progress`` true, answers that tell of a step and nothing more.
 
-        ``image`` is a PNG, JPEG or WebP file, for models that take one. ``parameters`` are the request's settings
+        ``image`` is a PNG, JPEG or WebP file, or several, for models that take them; where ``mask`` is wholly
+        transparent, the first one may change. ``parameters`` are the request's settings
         (``diffusion_backend.settings``). To stop reading (``aclose``) cancels the request. ``timeout`` is in seconds;
         the server ends the request after it, too.
 
@@ -399,9 +404,11 @@ class AsyncDiffusionClient:
             DiffusionError: what the server refused, and why; CANCELLED after ``timeout`` seconds.
         """
         request_id = request_id or str(uuid.uuid4())
-        inputs: dict[str, str | bytes] = {"prompt": prompt}
+        inputs: dict[str, str | bytes | Sequence[bytes]] = {"prompt": prompt}
         if image is not None:
             inputs["image"] = image
+        if mask is not None:
+            inputs["mask"] = mask
         if negative_prompt is not None:
             inputs["negative_prompt"] = negative_prompt
         request = infer_request(model, inputs, request_id, parameters, timeout)

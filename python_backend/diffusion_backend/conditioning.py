@@ -52,7 +52,7 @@ class Conditioning:
     encode_seconds: float
     rows: int = 1
     dtype: str | None = None
-    images: Mapping[str, Image.Image] = field(default_factory=dict)
+    images: Mapping[str, Image.Image | list[Image.Image]] = field(default_factory=dict)
 
 
 def pack(conditioning: Conditioning) -> bytes:
@@ -98,7 +98,10 @@ def unpack(blob: bytes) -> Conditioning:
             str(name): from_skeleton(skeleton, tensors.__getitem__)
             for name, skeleton in header["images"].items()
         }
-        if not all(isinstance(image, Image.Image) for image in images.values()):
+        given = [
+            part for image in images.values() for part in (image if isinstance(image, list) else [image])
+        ]
+        if not all(isinstance(image, Image.Image) for image in given):
             raise ValueError("its images are none")
         rows = header["rows"]
         if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:

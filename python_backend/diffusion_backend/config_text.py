@@ -35,8 +35,9 @@ def ensemble(name: str, limits: ModelLimits) -> str:
     newline = ",\n"
     maps = "\n".join(f'      input_map {{ key: "{given}" value: "{given}" }}' for given in inputs)
     made, dims = _made(limits)
+    overlay = '\n      {}_map {{ key: "overlay" value: "overlay" }}' if limits.takes_mask else ""
     return f"""\
-# {name}: {limits.pipeline_class}, {limits.task}. Written by `triton-diffusion add`.
+# {name}: {limits.pipeline_class}, {", ".join(limits.tasks)}. Written by `triton-diffusion add`.
 # The parameters are the model's limits and defaults; every stage and the adapter read them here.
 name: "{name}"
 platform: "ensemble"
@@ -63,13 +64,13 @@ ensemble_scheduling {{
       model_version: -1
       input_map {{ key: "conditioning" value: "conditioning" }}
       output_map {{ key: "latents" value: "latents" }}
-      output_map {{ key: "settings" value: "settings" }}
+      output_map {{ key: "settings" value: "settings" }}{overlay.format("output")}
     }},
     {{
       model_name: "{stage_model(name, Stage.VAE_DECODE)}"
       model_version: -1
       input_map {{ key: "latents" value: "latents" }}
-      input_map {{ key: "settings" value: "settings" }}
+      input_map {{ key: "settings" value: "settings" }}{overlay.format("input")}
       output_map {{ key: "{made}" value: "{made}" }}
       output_map {{ key: "info" value: "info" }}
     }}
@@ -86,6 +87,7 @@ def _request_inputs(limits: ModelLimits) -> dict[str, str]:
         "prompt": "[ 1 ]",
         **({"negative_prompt": "[ 1 ]"} if limits.takes_negative_prompt else {}),
         **({"image": "[ -1 ]"} if limits.takes_image else {}),
+        **({"mask": "[ 1 ]"} if limits.takes_mask else {}),
     }
 
 
@@ -127,6 +129,7 @@ def encode(name: str, limits: ModelLimits, instances: Instances, warmup: list[Sa
 
 def denoise(
     name: str,
+    limits: ModelLimits,
     latents_rank: int,
     instances: Instances,
     warmup: list[Sample],
@@ -152,6 +155,11 @@ def denoise(
         [
             f'  {{ name: "latents" data_type: TYPE_FP32 dims: [ {dims} ] }}',
             '  { name: "settings" data_type: TYPE_STRING dims: [ 1 ] }',
+            *(
+                ['  { name: "overlay" data_type: TYPE_UINT8 dims: [ -1, -1, 4 ] }']
+                if limits.takes_mask
+                else []
+            ),
         ],
         instances,
         warmup,
@@ -191,6 +199,11 @@ def vae_decode(
         [
             _input("latents", "TYPE_FP32", f"[ {dims} ]", optional=True, ragged=not limits.makes_video),
             _input("settings", "TYPE_STRING", "[ 1 ]", optional=True),
+            *(
+                [_input("overlay", "TYPE_UINT8", "[ -1, -1, 4 ]", optional=True, ragged=True)]
+                if limits.takes_mask
+                else []
+            ),
         ],
         [
             f'  {{ name: "{made}" data_type: TYPE_UINT8 dims: {made_dims} }}',
@@ -275,6 +288,7 @@ def _input(name: str, data_type: str, dims: str, *, optional: bool = False, ragg
 def _limits_parameters(limits: ModelLimits) -> dict[str, str]:
     fields = limits.model_dump(mode="json", exclude_none=True)
     fields["call_arguments"] = json.dumps(limits.call_arguments)
+    fields["tasks"] = ", ".join(limits.tasks)
     if limits.loras:
         fields["loras"] = json.dumps(limits.loras)
     else:

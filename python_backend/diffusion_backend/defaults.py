@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from diffusion_backend.errors import show, unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.quality import Tier
 from diffusion_backend.settings import ModelLimits, resolve
+from diffusion_backend.task_pipelines import default_strength
+from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING, MAX_IMAGES, needs_image
+
+logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_PROMPT = "a red apple on a wooden table"
@@ -29,6 +34,7 @@ RESERVED = (
     "num_images_per_prompt",
     "num_videos_per_prompt",
     "image",
+    "mask_image",
     "latents",
     "sigmas",
     "timesteps",
@@ -39,6 +45,11 @@ FPS_ARGUMENTS = ("frame_rate", "fps")
 DEFAULT_FPS = 16
 MAX_FRAMES_STEP = 32
 STEPS = 2  # of a dry run: some schedules cannot be made of one
+# Of the limits: the default of a strength, its name in generation_config.json, and the task that takes it.
+_STRENGTHS = (
+    ("default_strength", "strength", IMAGE_TO_IMAGE),
+    ("default_inpainting_strength", "inpainting_strength", INPAINTING),
+)
 _SOME_SIDE = 512  # of an image for a pipeline that chooses its size itself
 
 
@@ -62,6 +73,9 @@ def derive_limits(
     if "true_cfg_scale" in call and argument == "guidance_scale":
         negative = None  # only true_cfg_scale would make it count, and that stays 1
     prompt = given.pop("prompt", DEFAULT_PROMPT)
+    strengths = {
+        name: given.pop(in_file, default_strength(runs.by_task, task)) for name, in_file, task in _STRENGTHS
+    }
     makes_video = seams.makes_video(runs.encode)
     # Where the signature has none either, the pipeline takes its size from its models.
     width, height = (given.pop(side, _default(call, side)) for side in ("width", "height"))
@@ -73,7 +87,6 @@ def derive_limits(
         "source": source,
         "source_revision": pipeline.source_revision,
         "pipeline_class": pipeline.pipeline_class.__name__,
-        "task": "text-to-video" if makes_video else "text-to-image",
         "created": created,
         "dtype": dtype,
         "default_quality": default_quality,
@@ -83,12 +96,14 @@ def derive_limits(
         "guidance_argument": argument,
         "default_guidance_scale": None if argument is None else scale,
         "default_negative_prompt": negative,
+        **strengths,
         **video,
         "call_arguments": given,
     }
-    probe = _probe(runs, fields, call, (width, height))
+    probe = _probe(runs, fields, (width, height))
+    further = probe.further_tasks()
     return ModelLimits(
-        **{**probe.fields, **probe.frames()},
+        **{**probe.fields, **probe.frames(), **further},
         default_width=probe.width,
         default_height=probe.height,
         size_multiple=probe.multiple(),
@@ -100,18 +115,12 @@ def derive_limits(
 def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:
     """Why pipelines of this class are not served, or None; ``pipe`` is one, with or without weights."""
     call = inspect.signature(pipeline.pipeline_class.__call__).parameters
-    if _is_required("image", call) and not seams.makes_video(pipe):
-        return "it takes an image, which is not served yet"
     missing = [name for name in ("prompt", "num_inference_steps", "height", "width") if name not in call]
     if seams.makes_video(pipe) and _frames_argument(call) is None:
         missing.append("num_frames")
     if missing:
         return f"it takes no {' and no '.join(missing)}"
     return None
-
-
-def _is_required(name: str, call: Any) -> bool:
-    return name in call and call[name].default is inspect.Parameter.empty
 
 
 def _default(call: Any, name: str) -> int | None:
@@ -180,18 +189,20 @@ def guidance_argument(pipeline: PipelineFolder, call: Any) -> str | None:
     return "guidance_scale" if "guidance_scale" in call else None
 
 
-def _probe(runs: DryRuns, fields: dict[str, Any], call: Any, size: tuple[int | None, int | None]) -> _Probe:
-    """A probe of a pipeline as it can be run: without an image, or else with one."""
-    if not _is_required("image", call):
+def _probe(runs: DryRuns, fields: dict[str, Any], size: tuple[int | None, int | None]) -> _Probe:
+    """A probe of the first of the pipeline's own tasks that can be run: without an image, or else with one."""
+    problem: Exception | None = None
+    own = type(runs.encode)
+    for task in [task for task, pipe in runs.by_task.items() if type(pipe) is own]:
+        if needs_image(task):
+            runs.take_images()
         try:
-            return _Probe(runs, fields, *size)
+            return _Probe(runs, {**fields, "tasks": (task,), "max_images": int(needs_image(task))}, *size)
         except Exception as error:
-            if "image" not in call:
-                raise
-            if "frames_argument" not in fields:  # some pipelines do without one; this one does not
-                raise unusable(f"it takes an image, which is not served yet ({error})") from error
-    runs.take_images()
-    return _Probe(runs, {**fields, "task": "image-to-video"}, *size)
+            # What it says without an image is of no interest where it only takes one.
+            problem = error if problem is None or needs_image(task) else problem
+    assert problem is not None
+    raise problem
 
 
 class _Probe:
@@ -243,29 +254,77 @@ class _Probe:
             "num_frames_step": step,
         }
 
-    def _makes(self, width: int, height: int, num_frames: int | None) -> bool:
-        try:
-            return self._make(width, height, num_frames) == Decoded(width, height, num_frames)
-        except Exception:  # its check_inputs refuses this size, or its shapes do not fit together
-            return False
+    def further_tasks(self) -> dict[str, Any]:
+        """The fields of the tasks that pictures can be had by: those that make the default size as it is asked for."""
+        first = self.fields["tasks"][0]
+        if "frames_argument" in self.fields:
+            return {}
+        if any(map(needs_image, self._runs.by_task)):
+            self._runs.take_images()
+        others = [task for task in self._runs.by_task if task != first]
+        tasks = (first, *(task for task in others if self._makes(self.width, self.height, None, task)))
+        images = int(any(map(needs_image, tasks)))
+        if IMAGE_EDIT in tasks and self._makes(self.width, self.height, None, IMAGE_EDIT, images=2):
+            images = MAX_IMAGES
+        kept = {name: self.fields[name] if task in tasks else None for name, _, task in _STRENGTHS}
+        return {"tasks": tasks, "max_images": images, **kept}
 
-    def _make(self, width: int | None, height: int | None, num_frames: int | None) -> Decoded:
-        """What comes out when this is asked for; None is the pipeline's default."""
+    def _makes(
+        self,
+        width: int,
+        height: int,
+        num_frames: int | None,
+        task: str | None = None,
+        *,
+        images: int = 1,
+    ) -> bool:
+        try:
+            made = self._make(width, height, num_frames, task, images=images)
+        except Exception as error:  # its check_inputs refuses this size, or its shapes do not fit together
+            logger.debug("%s of %dx%d: %s", task or "it", width, height, error)
+            return False
+        return made == Decoded(width, height, num_frames)
+
+    def _make(
+        self,
+        width: int | None,
+        height: int | None,
+        num_frames: int | None,
+        task: str | None = None,
+        *,
+        images: int = 1,
+    ) -> Decoded:
+        """What comes out when this is asked for; None is the pipeline's default, and the first task."""
+        task = task or self.fields["tasks"][0]
+        given: seams.Images = seams.blank_images(task, width or _SOME_SIDE, height or _SOME_SIDE)
         names = ("default_num_frames", "min_num_frames", "max_num_frames")
         frames = {**dict.fromkeys(names, num_frames or 1), "num_frames_step": 1}
         limits = ModelLimits(
-            **{**self.fields, **(frames if "frames_argument" in self.fields else {})},
+            **{
+                **self.fields,
+                **(frames if "frames_argument" in self.fields else {}),
+                "tasks": (task,),
+                "max_images": len(given) and images,
+            },
             default_width=width or 1,
             default_height=height or 1,
             size_multiple=1,
             max_width=width or 1,
             max_height=height or 1,
         )
-        settings = resolve(limits, limits.default_prompt, None, {"seed": 0, "num_inference_steps": STEPS})
-        images = seams.blank_images(limits, width or _SOME_SIDE, height or _SOME_SIDE)
-        arguments = seams.call_arguments(self._runs.encode, limits, settings, images)
+        settings = resolve(
+            limits,
+            limits.default_prompt,
+            None,
+            {"seed": 0, "num_inference_steps": STEPS, "strength": 1.0 if limits.strength_of(task) else None},
+            images=limits.max_images,
+            has_mask=seams.MASK in given,
+        )
+        if images > 1:
+            given = {**given, seams.IMAGE: seams.images_of(given) * images}
+        arguments = seams.call_arguments(self._runs.by_task[task], limits, settings, given)
         if width is None or height is None:
             arguments = oddities.default_size(arguments)
         if limits.frames_argument is not None:
             arguments[limits.frames_argument] = num_frames
-        return self._runs.decode(arguments)
+        return self._runs.decode(task, arguments)

@@ -11,6 +11,7 @@ from diffusion_backend import conditioning, loading, seams
 from diffusion_backend.errors import unusable
 from diffusion_backend.loading import PipelineFolder
 from diffusion_backend.stage_names import Stage
+from diffusion_backend.task_pipelines import pipelines_by_task
 
 
 @dataclass(frozen=True)
@@ -23,34 +24,38 @@ class Decoded:
 
 
 class DryRuns:
-    """The three stages of a pipeline whose own components compute shapes only.
+    """The three stages of a pipeline whose own components compute shapes only, for each of its tasks.
 
     Each run draws from a generator of its own, so runs do not depend on their order.
     """
 
     def __init__(self, pipeline: PipelineFolder) -> None:
         self._pipeline = pipeline
-        self.encode, self._denoise, self._decode = (
+        self.encode, denoise, self._decode = (
             loading.load_dry(pipeline, stage, methods=seams.STAND_IN_METHODS) for stage in Stage
         )
+        self.by_task = pipelines_by_task(self.encode)
+        self._denoise = pipelines_by_task(denoise)
 
     def take_images(self) -> None:
         """From now on the encode stage encodes images, too."""
         self.encode = loading.load_dry(
             self._pipeline, Stage.ENCODE, methods=seams.STAND_IN_METHODS, takes_image=True
         )
+        self.by_task = pipelines_by_task(self.encode)
 
-    def record(self, arguments: dict[str, Any]) -> list[conditioning.Call]:
+    def record(self, task: str, arguments: dict[str, Any]) -> list[conditioning.Call]:
         """What the encode stage records."""
-        return seams.record(self.encode, _seeded(arguments))
+        return seams.record(self.by_task[task], _seeded(arguments))
 
-    def denoise(self, arguments: dict[str, Any]) -> seams.Denoised:
+    def denoise(self, task: str, arguments: dict[str, Any]) -> seams.Denoised:
         """Zero latents of the right shape, by way of encode and denoise."""
-        return seams.replay(self._denoise, self.record(arguments), _seeded(arguments), seed=0)
+        calls = self.record(task, arguments)
+        return seams.replay(self._denoise[task], calls, _seeded(arguments), seed=0)
 
-    def decode(self, arguments: dict[str, Any]) -> Decoded:
+    def decode(self, task: str, arguments: dict[str, Any]) -> Decoded:
         """What comes out at the end."""
-        denoised = self.denoise(arguments)
+        denoised = self.denoise(task, arguments)
         vae = self._decode.vae
         decode_arguments = seams.read_decode_arguments(denoised.decode_arguments)
         made = vae.decode(denoised.latents, return_dict=False, **decode_arguments)[0]

@@ -1,12 +1,15 @@
 """The encoded image files that a request brings: read within limits, and made what the pipeline is given.
 
 A file is turned as its EXIF orientation says, converted to RGB as diffusers' ``load_image`` does it (transparency is
-dropped), scaled until it covers the size that was asked for, and cropped to that size about its centre.
+dropped), scaled until it covers the size that was asked for, and cropped to that size about its centre. What is wholly
+transparent, of a mask or of the image itself, is what may change; it is scaled and cropped alike.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
@@ -19,8 +22,47 @@ MAX_PIXELS = 64_000_000
 _MAX_SIXTEEN_BITS = 65535
 
 
-def read_image(data: bytes, width: int, height: int, param: str = "image") -> Image.Image:
-    """The RGB image of ``width`` x ``height`` that a PNG, JPEG or WebP file shows; of an animation the first frame.
+@dataclass(frozen=True)
+class GivenImages:
+    """The images of a request, as they are to be seen, and which pixels of the first may change (None: all).
+
+    The first becomes the result; further ones are references.
+    """
+
+    images: list[Image.Image]
+    part: Image.Image | None
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(width, height) of the first one; None where there is none."""
+        return self.images[0].size if self.images else None
+
+    def fitted(self, size: tuple[int, int], largest: tuple[int, int]) -> list[Image.Image]:
+        """RGB: the first of ``size`` (width, height), the others as they are, or scaled down to ``largest``."""
+        first, *others = (image.convert("RGB") for image in self.images)
+        return [fit(first, *size), *(shrink(other, *largest) for other in others)]
+
+    def fitted_part(self, size: tuple[int, int]) -> Image.Image | None:
+        """``part`` as ``fit`` makes the image of it: no pixel of it is in between."""
+        return self.part and ImageOps.fit(self.part, size, Image.Resampling.NEAREST)
+
+
+def open_images(files: Sequence[bytes], mask: bytes | None, *, takes_mask: bool) -> GivenImages:
+    """The images of a request for a model; ``takes_mask``: their transparency is one where there is no ``mask``.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``image`` or ``mask``: what is wrong with it.
+    """
+    images = [open_upright(file) for file in files]
+    if not images or not takes_mask:
+        return GivenImages(images, None)
+    return GivenImages(images, editable_part(images[0], None if mask is None else open_upright(mask, "mask")))
+
+
+def open_upright(data: bytes, param: str = "image") -> Image.Image:
+    """The whole image of a PNG, JPEG or WebP file, as it is to be seen: RGB, or RGBA where its format has transparency.
+
+    Of an animation it is the first frame.
 
     Raises:
         DiffusionError: INVALID_ARG, naming ``param``: it is none of them, damaged, or larger than is allowed.
@@ -41,14 +83,47 @@ def read_image(data: bytes, width: int, height: int, param: str = "image") -> Im
         raise _too_large(param, f"{image.width}x{image.height} pixels")
     try:
         image.load()
-        upright = _eight_bits(ImageOps.exif_transpose(image)).convert("RGB")
+        upright = _eight_bits(ImageOps.exif_transpose(image))
+        return upright.convert("RGBA" if upright.has_transparency_data else "RGB")
     except Exception as error:  # what the file holds decides what is raised
         raise invalid(
             param,
             f"'{param}' is a {image.format} file that is damaged or cut short ({error}); allowed: a whole one",
             "invalid_image",
         ) from None
-    return fit(upright, width, height)
+
+
+def editable_part(image: Image.Image, mask: Image.Image | None) -> Image.Image | None:
+    """Which pixels of an ``open_upright`` image may change: mode L, of its size, 255 where they may, else 0.
+
+    Those where ``mask`` is wholly transparent, or where the image itself is if there is none; None where nothing marks
+    any: then all may.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``mask``: it is of another size, or marks nothing.
+    """
+    if mask is None:
+        part = _transparent(image)
+        return part if part is not None and part.getbbox() else None
+    if mask.size != image.size:
+        raise _no_mask(
+            f"is {mask.width}x{mask.height}, and 'image' {image.width}x{image.height}; allowed: the image's size"
+        )
+    part = _transparent(mask)
+    if part is None or not part.getbbox():
+        raise _no_mask(
+            "has no pixel that is wholly transparent; allowed: a PNG or WebP file, transparent where 'image' may change"
+        )
+    return part
+
+
+def shrink(image: Image.Image, width: int, height: int) -> Image.Image:
+    """``image`` scaled down until it fits into ``width`` x ``height``, in its proportions."""
+    scale = min(width / image.width, height / image.height)
+    if scale >= 1:
+        return image
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def fit(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -61,6 +136,17 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I"):
         return image
     return image.convert("I").point(lambda level: level * (255 / _MAX_SIXTEEN_BITS)).convert("L")
+
+
+def _transparent(image: Image.Image) -> Image.Image | None:
+    """255 where the alpha of an image is 0, else 0; None where it has no alpha."""
+    if image.mode != "RGBA":
+        return None
+    return image.getchannel("A").point(lambda alpha: 255 if alpha == 0 else 0)
+
+
+def _no_mask(what: str) -> DiffusionError:
+    return invalid("mask", f"'mask' {what}", "invalid_mask")
 
 
 def _too_large(param: str, what: str) -> DiffusionError:

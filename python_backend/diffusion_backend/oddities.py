@@ -17,6 +17,8 @@ from diffusers import DiffusionPipeline
 CALL_ARGUMENTS: dict[str, Any] = {
     # Renders the nearest size of a list and resizes the picture after decoding. A request's size is made as asked.
     "use_resolution_binning": False,
+    # Scales an image to the nearest size of a list (FLUX Kontext). It comes in the size that is asked for.
+    "_auto_resize": False,
 }
 
 # Arguments that a pipeline's constructor is always given, if it takes them.

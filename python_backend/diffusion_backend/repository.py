@@ -248,6 +248,7 @@ def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup
         Stage.ENCODE: config_text.encode(name, limits, instances, samples[Stage.ENCODE]),
         Stage.DENOISE: config_text.denoise(
             name,
+            limits,
             len(warmup.latents_shape),
             instances,
             samples[Stage.DENOISE],

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 from diffusion_backend import loading, oddities, values
@@ -30,9 +31,14 @@ from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
 from diffusion_backend.rows import Denoiser
 from diffusion_backend.settings import ModelLimits, Settings
+from diffusion_backend.tasks import IMAGE_EDIT, INPAINTING, needs_image
 from diffusion_backend.standins import NO_ADAPTERS, Method
 
 Prepare = Callable[[DiffusionPipeline], None]
+# A request's images as arguments of the pipeline's call: one, or of an edit a list, and perhaps a mask.
+IMAGE, MASK = "image", "mask_image"
+Images = Mapping[str, Image.Image | list[Image.Image]]
+_SIDES = ("width", "height")
 
 
 class EncodingDone(BaseException):
@@ -89,11 +95,11 @@ def call_arguments(
     pipe: DiffusionPipeline,
     limits: ModelLimits,
     settings: Settings,
-    images: Mapping[str, Image.Image] | None = None,
+    images: Images | None = None,
 ) -> dict[str, Any]:
     """The keyword arguments of the pipeline's ``__call__`` for one request; ``images`` are some of them.
 
-    Seeds go through a CPU generator, whatever the device, so that a seed means the same picture everywhere.
+    A pipeline that takes no size takes that of the image, which has the request's. Seeds go through a CPU generator, whatever the device, so that a seed means the same picture everywhere.
     """
     arguments: dict[str, Any] = {
         "prompt": settings.prompt,
@@ -104,7 +110,7 @@ def call_arguments(
         "output_type": "pt",
         **oddities.call_arguments(type(pipe), settings.width, settings.height),
         **limits.call_arguments,
-        **(images or {}),
+        **{name: image for name, image in (images or {}).items() if _is_given(name, settings)},
     }
     if limits.takes_negative_prompt:
         arguments["negative_prompt"] = settings.negative_prompt
@@ -114,7 +120,13 @@ def call_arguments(
         arguments[limits.frames_argument] = settings.num_frames
     if limits.fps_argument is not None:
         arguments[limits.fps_argument] = settings.fps
+    if settings.strength is not None:
+        arguments["strength"] = settings.strength
     accepted = inspect.signature(type(pipe).__call__).parameters
+    if needs_image(settings.task):
+        arguments = {
+            name: value for name, value in arguments.items() if name in accepted or name not in _SIDES
+        }
     unknown = [name for name in arguments if name not in accepted]
     if unknown:
         raise DiffusionError(
@@ -123,21 +135,73 @@ def call_arguments(
     return arguments
 
 
-def blank_images(limits: ModelLimits, width: int, height: int) -> dict[str, Image.Image]:
-    """The images of a request that is only to have the right shapes."""
-    return {"image": Image.new("RGB", (width, height), "grey")} if limits.takes_image else {}
+def _is_given(image: str, settings: Settings) -> bool:
+    """Whether the pipeline is given this image: no other than inpainting takes a mask."""
+    return image != MASK or settings.task == INPAINTING
 
 
-def check_images(limits: ModelLimits, settings: Settings, images: Mapping[str, Image.Image]) -> None:
-    """The images of a request as encode sends them on: those that the model takes, of the request's size.
+def blank_images(task: str, width: int, height: int) -> Images:
+    """The images of a request for ``task`` that is only to have the right shapes."""
+    if not needs_image(task):
+        return {}
+    images = {IMAGE: Image.new("RGB", (width, height), "grey")}
+    return {**images, MASK: Image.new("RGB", (width, height), "white")} if task == INPAINTING else images
+
+
+def check_images(limits: ModelLimits, settings: Settings, images: Images) -> None:
+    """The images of a request as encode sends them on: those that its task takes, of the request's size.
+
+    Further references of an edit may have any size within the model's.
 
     Raises:
         DiffusionError: INVALID_ARG, naming ``conditioning``.
     """
-    wanted = dict.fromkeys(blank_images(limits, 1, 1), (settings.width, settings.height))
-    sizes = {name: image.size for name, image in images.items()}
-    if sizes != wanted:
+    task = settings.task
+    size = (settings.width, settings.height)
+    wanted = dict.fromkeys(blank_images(task, 1, 1), size)
+    others = images_of(images)[1:]
+    sizes = {
+        name: image.size
+        for name, image in {**images, **_first(images)}.items()
+        if isinstance(image, Image.Image)
+    }
+    allowed = [wanted, {**wanted, MASK: size}] if wanted and limits.takes_mask else [wanted]
+    if sizes not in allowed:
         raise invalid("conditioning", f"'conditioning' has images of {sizes}; allowed: {wanted}")
+    largest = limits.max_images - 1 if task == IMAGE_EDIT else 0
+    beyond = [
+        image.size for image in others if image.width > limits.max_width or image.height > limits.max_height
+    ]
+    if len(others) > largest or beyond:
+        raise invalid(
+            "conditioning",
+            f"'conditioning' has {len(others)} further images, {beyond or 'none'} of them too large; allowed: "
+            f"{largest}, at most {limits.max_width}x{limits.max_height}",
+        )
+
+
+def images_of(images: Images) -> list[Image.Image]:
+    """Those that are no mask, in order."""
+    given = images.get(IMAGE, [])
+    return given if isinstance(given, list) else [given]
+
+
+def _first(images: Images) -> dict[str, Image.Image]:
+    return {IMAGE: image for image in images_of(images)[:1]}
+
+
+def overlay_of(images: Images) -> np.ndarray[Any, Any] | None:
+    """What stays of the first image where a mask says so: uint8 [H, W, 4], its colours and 255, else 0; None: nothing.
+
+    It is laid over the result, whose size it has.
+    """
+    mask = images.get(MASK)
+    if not isinstance(mask, Image.Image):
+        return None
+    kept = ImageOps.invert(mask.convert("L"))
+    image = images_of(images)[0].copy()
+    image.putalpha(kept)
+    return np.asarray(image)
 
 
 def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:

@@ -19,6 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from diffusion_backend.errors import DiffusionError, invalid, show
 from diffusion_backend.lora_choice import Loras, check_loras, to_text
 from diffusion_backend.quality import Tier, resolve_tier
+from diffusion_backend.tasks import (
+    IMAGE_TO_IMAGE,
+    INPAINTING,
+    MAX_IMAGES,
+    TASKS,
+    check_strength,
+    check_task,
+    choose_task,
+    needs_image,
+    size_of_image,
+)
 
 MAX_PROMPT_CHARACTERS = 32_000
 MAX_PARTIAL_IMAGES = 3  # as in OpenAI's API
@@ -32,9 +43,10 @@ class ModelLimits(BaseModel):
     """What one model is and accepts: the parameters of its ensemble.
 
     All values arrive as strings from ``config.pbtxt``; pydantic turns them into the types below. Sizes are in pixels.
-    ``source_revision`` is the commit of a source on the hub, which is what every stage loads. ``task`` says what goes
-    in and what comes out: "text-to-image", "text-to-video", "image-to-video", ... A model that makes video has the
-    fields of frames, and no other has them. ``loras`` are folders by the names that requests ask for.
+    ``source_revision`` is the commit of a source on the hub, which is what every stage loads. ``tasks`` say what
+    goes in and what comes out; the first is the pipeline's own. A request brings at most ``max_images``. A model that
+    makes video has the fields of frames, and no other has them; one whose tasks take a strength has a default of it.
+    ``loras`` are folders by the names that requests ask for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,7 +54,7 @@ class ModelLimits(BaseModel):
     source: str
     source_revision: str | None = None
     pipeline_class: str
-    task: str
+    tasks: tuple[str, ...] = Field(min_length=1)
     created: int
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     default_prompt: str
@@ -64,6 +76,9 @@ class ModelLimits(BaseModel):
     num_frames_step: int | None = Field(None, gt=0)
     fps_argument: str | None = None
     default_fps: int | None = None
+    max_images: int = Field(0, ge=0, le=MAX_IMAGES)
+    default_strength: float | None = Field(None, gt=0, le=1)
+    default_inpainting_strength: float | None = Field(None, gt=0, le=1)
     default_quality: Tier = Tier.LOSSLESS
     call_arguments: dict[str, Any] = Field(default_factory=dict)
     loras: dict[str, str] = Field(default_factory=dict)
@@ -72,6 +87,18 @@ class ModelLimits(BaseModel):
     @classmethod
     def _parse_json(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _split_tasks(cls, value: object) -> object:
+        return tuple(value.split(", ")) if isinstance(value, str) else value
+
+    @field_validator("tasks")
+    @classmethod
+    def _know_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [task for task in tasks if task not in TASKS]:
+            raise ValueError(f"{show(unknown[0])} is no task; allowed: {', '.join(TASKS)}")
+        return tasks
 
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
@@ -92,6 +119,7 @@ class ModelLimits(BaseModel):
                 "partial_images": 0,
                 "trajectory": False,
                 "progress": False,
+                "strength": self.strength_of(self.task),
             },
         )
         return self
@@ -102,8 +130,33 @@ class ModelLimits(BaseModel):
         return None if self.source.startswith((".", "/")) else self.source
 
     @property
+    def task(self) -> str:
+        """The pipeline's own."""
+        return self.tasks[0]
+
+    @property
     def takes_image(self) -> bool:
-        return self.task.startswith("image-")
+        """Whether a request may bring one."""
+        return any(map(needs_image, self.tasks))
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether every request must bring one."""
+        return all(map(needs_image, self.tasks))
+
+    @property
+    def takes_mask(self) -> bool:
+        return self.takes_image and not self.makes_video
+
+    def size_of_image(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) of the result of a request whose first image has this size, and that names none."""
+        return size_of_image((width, height), self.size_multiple, (self.max_width, self.max_height))
+
+    def strength_of(self, task: str) -> float | None:
+        """The default of ``strength``; None where ``task`` takes none."""
+        if task == INPAINTING:
+            return self.default_inpainting_strength
+        return self.default_strength if task == IMAGE_TO_IMAGE else None
 
     @property
     def makes_video(self) -> bool:
@@ -148,11 +201,14 @@ class Settings(BaseModel):
     partial_images: int
     trajectory: bool
     progress: bool
-    loras: Loras = ()  # jobs of adapters that knew none have none
+    # Jobs of adapters that knew none of these have none.
+    loras: Loras = ()
+    task: str = ""
+    strength: float | None = None
 
     def to_parameters(self) -> dict[str, Any]:
         """The request parameters that ask for these settings."""
-        given = self.model_dump(exclude={"prompt", "negative_prompt", "loras"}, exclude_none=True)
+        given = self.model_dump(exclude={"prompt", "negative_prompt", "loras", "task"}, exclude_none=True)
         return {**given, "lora": to_text(self.loras)} if self.loras else given
 
 
@@ -170,13 +226,20 @@ PARAMETERS = (
     "trajectory",
     "progress",
     "lora",
+    "strength",
 )
 
 
 def resolve(
-    limits: ModelLimits, prompt: object, negative_prompt: object, parameters: Mapping[str, object]
+    limits: ModelLimits,
+    prompt: object,
+    negative_prompt: object,
+    parameters: Mapping[str, object],
+    *,
+    images: int = 0,
+    has_mask: bool = False,
 ) -> Settings:
-    """Fill the model's defaults into a request and check every value.
+    """Fill the model's defaults into a request, with so many images, and check every value.
 
     ``None`` means "not given" everywhere.
 
@@ -191,6 +254,7 @@ def resolve(
             "unknown_parameter",
         )
     given = {name: value for name, value in parameters.items() if value is not None}
+    task = choose_task(limits.tasks, images, has_mask=has_mask, max_images=limits.max_images)
     fields = {
         "prompt": prompt,
         "negative_prompt": limits.default_negative_prompt if negative_prompt is None else negative_prompt,
@@ -206,6 +270,8 @@ def resolve(
         "trajectory": given.get("trajectory", False),
         "progress": given.get("progress", False),
         "loras": given.get("lora"),
+        "task": task,
+        "strength": given.get("strength", limits.strength_of(task)),
     }
     return check(limits, fields)
 
@@ -223,14 +289,14 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
     if missing or extra:
         raise invalid("settings", f"'settings' lacks {missing} and has unknown {extra}")
     resolve_tier(fields["quality"], limits.default_quality)
+    task = check_task(limits.tasks, fields.get("task"))
+    steps = _integer("num_inference_steps", fields["num_inference_steps"], 1, limits.max_num_inference_steps)
     settings = Settings(
         prompt=check_prompt(fields["prompt"]),
         negative_prompt=_negative_prompt(limits, fields["negative_prompt"]),
         width=_side("width", fields["width"], limits.size_multiple, limits.max_width),
         height=_side("height", fields["height"], limits.size_multiple, limits.max_height),
-        num_inference_steps=_integer(
-            "num_inference_steps", fields["num_inference_steps"], 1, limits.max_num_inference_steps
-        ),
+        num_inference_steps=steps,
         guidance_scale=_guidance_scale(limits, fields["guidance_scale"]),
         seed=_integer("seed", fields["seed"], 0, MAX_SEED),
         quality="auto" if fields["quality"] is None else str(fields["quality"]),
@@ -240,6 +306,10 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
         trajectory=_boolean("trajectory", fields["trajectory"]),
         progress=_boolean("progress", fields["progress"]),
         loras=check_loras(limits.loras, fields.get("loras")),
+        task=task,
+        strength=check_strength(
+            task, fields.get("strength"), steps, has_default=limits.strength_of(task) is not None
+        ),
     )
     if limits.makes_video:
         check_previews(settings.partial_images, NO_PICTURES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from PIL import Image
@@ -63,49 +63,81 @@ def build_warmup(
     default = (limits.default_width, limits.default_height)
     latents_shape: tuple[int, ...] = ()
     for width, height in dict.fromkeys((default, *sizes)):
-        settings = _settings(limits, width, height)
-        images = seams.blank_images(limits, width, height)
-        arguments = seams.call_arguments(runs.encode, limits, settings, images)
-        denoised = runs.denoise(arguments)
+        for task in limits.tasks:
+            settings = _settings(limits, task, width, height)
+            images = seams.blank_images(task, width, height)
+            arguments = seams.call_arguments(runs.by_task[task], limits, settings, images)
+            calls = runs.record(task, arguments)
+            for count in dict.fromkeys((1, *batches)):
+                name = _name(limits, task, f"{width}x{height}", count)
+                denoise.append(_denoise_sample(name, calls, settings, images, count))
+        settings = _settings(limits, limits.task, width, height)
+        images = seams.blank_images(limits.task, width, height)
+        denoised = runs.denoise(limits.task, seams.call_arguments(runs.encode, limits, settings, images))
         shape = tuple(denoised.latents.shape[1:])
         latents_shape = latents_shape or shape
-        calls = runs.record(arguments)
         for count in dict.fromkeys((1, *batches)):
-            name = f"{width}x{height}" + (f"_batch_{count}" if count > 1 else "")
-            denoise.append(_denoise_sample(name, calls, settings, images, count))
+            name = _name(limits, limits.task, f"{width}x{height}", count)
             vae_decode += [
                 _decode_sample(name, shape, settings, quality, denoised, count) for quality in QUALITIES
             ]
-    for count in dict.fromkeys((1, *batches)):
-        encode.append(_encode_sample(limits, count))
+    for task in limits.tasks:
+        encode += [_encode_sample(limits, task, count) for count in dict.fromkeys((1, *batches))]
     return Warmup(latents_shape, encode, denoise, vae_decode)
 
 
-def _settings(limits: ModelLimits, width: int, height: int) -> Settings:
-    parameters = {"seed": 0, "num_inference_steps": STEPS, "width": width, "height": height}
+def _name(limits: ModelLimits, task: str, what: str, count: int) -> str:
+    """Of a sample; those of the pipeline's own task do not name it."""
+    further = [task] if task != limits.task else []
+    return "_".join([what, *further, *([f"batch_{count}"] if count > 1 else [])])
+
+
+def _settings(limits: ModelLimits, task: str, width: int, height: int) -> Settings:
+    parameters: dict[str, object] = {
+        "seed": 0,
+        "num_inference_steps": STEPS,
+        "width": width,
+        "height": height,
+        "strength": 1.0 if limits.strength_of(task) else None,
+    }
     if limits.default_num_frames and limits.min_num_frames and limits.num_frames_step:
         # The first latent of a clip is decoded differently: a second one warms the rest.
         few = limits.min_num_frames + limits.num_frames_step
         parameters["num_frames"] = min(few, limits.default_num_frames)
-    return resolve(limits, limits.default_prompt, None, parameters)
+    images = seams.blank_images(task, width, height)
+    return resolve(
+        limits,
+        limits.default_prompt,
+        None,
+        parameters,
+        images=len(seams.images_of(images)),
+        has_mask=seams.MASK in images,
+    )
 
 
-def _encode_sample(limits: ModelLimits, count: int) -> Sample:
+def _encode_sample(limits: ModelLimits, task: str, count: int) -> Sample:
     inputs = {"prompt": _text(limits.default_prompt)}
     if limits.default_negative_prompt is not None:
         inputs["negative_prompt"] = _text(limits.default_negative_prompt)
-    for name, image in seams.blank_images(limits, limits.default_width, limits.default_height).items():
+    for name, image in _files(task, limits.default_width, limits.default_height).items():
         file = io.BytesIO()
         image.save(file, "PNG")
         inputs[name] = _element(file.getvalue())
-    return Sample("default" if count == 1 else f"default_batch_{count}", count, inputs)
+    return Sample(_name(limits, task, "default", count), count, inputs)
+
+
+def _files(task: str, width: int, height: int) -> dict[str, Image.Image]:
+    """The images of a request for ``task``, as its client sends them."""
+    blank = seams.blank_images(task, width, height)
+    files = {"image": image for image in seams.images_of(blank)}
+    return {**files, "mask": Image.new("RGBA", (width, height))} if seams.MASK in blank else files
 
 
 def _denoise_sample(
     name: str,
     calls: list[conditioning.Call],
     settings: Settings,
-    images: Mapping[str, Image.Image],
+    images: seams.Images,
     count: int,
 ) -> Sample:
     # denoise has no batch axis, so its batch is one request that asks for ``count`` rows.

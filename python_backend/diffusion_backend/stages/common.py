@@ -324,6 +324,14 @@ def bytes_input(request: Any, name: str) -> bytes | None:
     return bytes(elements[0])
 
 
+def bytes_inputs(request: Any, name: str) -> list[bytes]:
+    """The elements of a BYTES input; none when the optional input is absent."""
+    import triton_python_backend_utils as pb_utils
+
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return [] if tensor is None else [bytes(element) for element in tensor.as_numpy().reshape(-1)]
+
+
 def text_input(request: Any, name: str) -> str | None:
     """``bytes_input`` as text.
 

@@ -17,7 +17,8 @@ from diffusion_backend.stages.decode_settings import DecodeSettings
 class Work:
     """One request's: ``latents`` [1, C, H, W], or [1, C, F, H, W], float32. ``index`` is its place in ``execute``.
 
-    ``tier`` is that of the decoder that is going to run, not of the quality asked for.
+    ``tier`` is that of the decoder that is going to run, not of the quality asked for. ``overlay`` are the pixels that
+    stay, [H, W, 4], where a mask says that some do.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Work:
     latents: np.ndarray[Any, Any]
     settings: DecodeSettings
     tier: Tier
+    overlay: np.ndarray[Any, Any] | None = None
 
     @property
     def key(self) -> Any:

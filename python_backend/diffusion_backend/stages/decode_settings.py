@@ -28,6 +28,7 @@ class DecodeSettings(BaseModel):
 
     width: int = Field(gt=0)
     height: int = Field(gt=0)
+    task: str
     quality: str
     seed: int = Field(ge=0, le=MAX_SEED)
     guidance_scale: float | None = Field(ge=0)
@@ -53,6 +54,7 @@ class DecodeSettings(BaseModel):
         return cls(
             width=settings.width,
             height=settings.height,
+            task=settings.task,
             quality=settings.quality,
             seed=settings.seed,
             guidance_scale=settings.guidance_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -10,6 +11,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from diffusion_backend.errors import DiffusionError, invalid
 from diffusion_backend.settings import (
@@ -22,12 +25,23 @@ from diffusion_backend.settings import (
 )
 from diffusion_backend.stages import common
 from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.tasks import steps_run
 
 logger = logging.getLogger("diffusion_backend")
 
 ANSWERS_ONCE = "this model answers once a request"
-# Latents, float32 on the CPU without a row axis (None: none yet), and DecodeSettings as JSON.
-Made = tuple[Any, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Latents, float32 on the CPU without a row axis (None: none yet), and DecodeSettings as JSON.
+
+    ``overlay`` are the pixels that stay (``seams.overlay_of``), with the latents of a request with a mask.
+    """
+
+    latents: Any
+    settings: str
+    overlay: np.ndarray[Any, Any] | None = None
 
 
 class TritonPythonModel:
@@ -35,7 +49,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         common.tune_process()
-        from diffusion_backend import conditioning, engine, previews, progress, seams
+        from diffusion_backend import conditioning, engine, previews, progress, seams, task_pipelines
         from diffusion_backend.loading import Stage
         from diffusion_backend.loras import LoraSwitch
         from diffusion_backend.stages.metrics import DenoiseMetrics
@@ -54,6 +68,7 @@ class TritonPythonModel:
             events=DenoiseMetrics(self._config.model, self._config.instance),
         )
         self._pipe, description = self._engine.run(lambda: common.load(self._config, Stage.DENOISE))
+        self._pipes = task_pipelines.pipelines_by_task(self._pipe)
         self._loras = self._engine.run(lambda: LoraSwitch(self._pipe, Stage.DENOISE, self._config.loras))
         batching = self._engine.run(lambda: self._check_batching(Path(args["model_repository"])))
         self._no_progress = None if self._is_decoupled else ANSWERS_ONCE
@@ -181,12 +196,14 @@ class TritonPythonModel:
         started = time.perf_counter()
         if self._config.loras:
             denoiser = self._loras.denoiser(denoiser, settings.loras)
+        pipe = self._pipes[settings.task]
+        overlay = self._seams.overlay_of(conditioning.images)
 
         def run(denoiser: Callable[..., Any], prepare: Callable[[Any], None] | None = None) -> Any:
             return self._seams.replay(
-                self._pipe,
+                pipe,
                 conditioning.calls,
-                self._seams.call_arguments(self._pipe, self._config.limits, settings, conditioning.images),
+                self._seams.call_arguments(pipe, self._config.limits, settings, conditioning.images),
                 settings.seed,
                 recorded_dtype=common.parse_dtype(conditioning.dtype),
                 denoiser=denoiser,
@@ -203,16 +220,17 @@ class TritonPythonModel:
             ).model_dump_json()
 
         def made(denoised: Any, step: int | None = None) -> Made:
-            return denoised.latents[0].contiguous().cpu(), reached(step, denoised.decode_arguments)
+            latents = denoised.latents[0].contiguous().cpu()
+            return Made(latents, reached(step, denoised.decode_arguments), overlay)
 
         def show(step: int, denoised: Any) -> None:
             self._engine.tell(answer.show, made(denoised, step))
 
-        count = settings.num_inference_steps
+        count = steps_run(settings.num_inference_steps, settings.strength)
         watch = None
         if settings.progress:
             watch = self._progress(
-                count, self._engine.tell, lambda step: answer.show((None, reached(step, {})))
+                count, self._engine.tell, lambda step: answer.show(Made(None, reached(step, {})))
             ).watch
         steps = (
             list(range(1, count))
@@ -231,10 +249,11 @@ class TritonPythonModel:
 def _response(made: Made) -> Any:
     import triton_python_backend_utils as pb_utils
 
-    latents, settings = made
-    tensors = [common.text_tensor("settings", settings)]
-    if latents is not None:
-        tensors.append(pb_utils.Tensor("latents", latents.numpy()))
+    tensors = [common.text_tensor("settings", made.settings)]
+    if made.latents is not None:
+        tensors.append(pb_utils.Tensor("latents", made.latents.numpy()))
+    if made.overlay is not None:
+        tensors.append(pb_utils.Tensor("overlay", made.overlay))
     return pb_utils.InferenceResponse(tensors)
 
 
@@ -278,12 +297,11 @@ class _Answer:
         if self._shown is None:
             self._send_last(common.error_response(error, self.request_id))
         else:
-            latents, settings = self._shown
-            last = DecodeSettings.model_validate_json(settings)
+            last = DecodeSettings.model_validate_json(self._shown.settings)
             text = common.to_ours(error, self.request_id).to_text()
             last = last.model_copy(update={"is_final": True, "error": text})
             # With the end of the stream: vae_decode is fast to answer, and must not be before it.
-            self._send_last(_response((latents, last.model_dump_json())))
+            self._send_last(_response(dataclasses.replace(self._shown, settings=last.model_dump_json())))
 
     def end(self) -> None:
         """The request was cancelled: an empty end, since an error would leak a count in tritonserver 2.51."""

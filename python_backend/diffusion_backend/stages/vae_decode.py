@@ -1,4 +1,4 @@
-"""The VAE decode stage: ``latents`` and ``settings`` in, ``images`` and ``info`` out."""
+"""The VAE decode stage: ``latents``, ``settings`` and perhaps an ``overlay`` in, ``images`` and ``info`` out."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class TritonPythonModel:
                 elif not settings.is_final and not common.has_input(request, "latents"):
                     responses[index] = _response(_EMPTY, settings.info())  # the step that is reached
                 else:
-                    latents, tier = self._read_latents(request), self._decoder.tier(settings)
-                    works.append(Work(index, request_id, latents, settings, tier))
+                    latents, overlay = self._read_latents(request), _read_overlay(request, settings)
+                    tier = self._decoder.tier(settings)
+                    works.append(Work(index, request_id, latents, settings, tier, overlay))
             except Exception as error:
                 responses[index] = common.error_response(error, request_id)
         for batch in group(works, self._max_pixels):
@@ -112,6 +113,8 @@ class TritonPythonModel:
 
     def _picture(self, image: np.ndarray[Any, Any], work: Work, path: Tier, seconds: float) -> Any:
         self._decoder.check_size((image.shape[-2], image.shape[-3]), work.settings)
+        if work.overlay is not None:
+            image = np.where(work.overlay[..., 3:] == _STAYS, work.overlay[..., :3], image)
         return _response(image, self._decoder.info(work.settings, path, seconds))
 
     def _failure(self, error: Exception, work: Work) -> Any:
@@ -130,6 +133,21 @@ def _no_picture(error: Exception, settings: DecodeSettings, request_id: str) -> 
 
 
 _EMPTY = np.zeros((0, 0, 3), np.uint8)
+_STAYS = 255  # the alpha of an overlay's pixel that is laid over the picture
+
+
+def _read_overlay(request: Any, settings: DecodeSettings) -> np.ndarray[Any, Any] | None:
+    """One request's: [H, W, 4]; None where nothing is to be laid over the picture."""
+    if not common.has_input(request, "overlay"):
+        return None
+    overlay = common.array_input(request, "overlay")
+    if overlay.shape != (1, settings.height, settings.width, 4):
+        raise invalid(
+            "overlay",
+            f"'overlay' has the shape {list(overlay.shape[1:])}; allowed: [{settings.height}, {settings.width}, 4]",
+        )
+    picture: np.ndarray[Any, Any] = overlay[0]
+    return picture
 
 
 def _response(image: np.ndarray[Any, Any], info: dict[str, Any]) -> Any:
