@@ -29,6 +29,12 @@ def saved(image: Image.Image, file_format: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def read(data: bytes, width: int, height: int) -> Image.Image:
+    given = input_image.open_images([data], None, takes_mask=False)
+    (image,) = given.fitted((width, height), (1024, 1024))
+    return image
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes whose header speaks of so many pixels."""
 
@@ -55,28 +61,28 @@ def bomb(width: int, height: int) -> bytes:
 def test_it_is_what_diffusers_own_loader_makes(mode: str, file_format: str) -> None:
     data = saved(picture(mode), file_format)
     expected = load_image(Image.open(io.BytesIO(data)))
-    made = input_image.read_image(data, WIDTH, HEIGHT)
+    made = read(data, WIDTH, HEIGHT)
     assert (made.mode, made.size) == ("RGB", (WIDTH, HEIGHT))
     np.testing.assert_array_equal(np.asarray(made), np.asarray(expected))
 
 
 def test_sixteen_bits_are_scaled_not_cut_off() -> None:
     grey = np.linspace(0, 65535, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16)
-    made = np.asarray(input_image.read_image(saved(Image.fromarray(grey), "PNG"), WIDTH, HEIGHT))
+    made = np.asarray(read(saved(Image.fromarray(grey), "PNG"), WIDTH, HEIGHT))
     assert np.abs(made[..., 0] - grey / 257).max() <= 1
 
 
 def test_it_is_turned_as_its_exif_says() -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 6  # to be turned by 90 degrees clockwise
-    made = input_image.read_image(saved(picture(), "PNG", exif=exif), HEIGHT, WIDTH)
+    made = read(saved(picture(), "PNG", exif=exif), HEIGHT, WIDTH)
     np.testing.assert_array_equal(np.asarray(made), np.rot90(np.asarray(picture()), -1))
 
 
 def test_it_covers_the_size_and_is_cropped_about_its_centre() -> None:
     thirds = np.zeros((30, 90, 3), np.uint8)
     thirds[:, 30:60] = 255
-    made = np.asarray(input_image.read_image(saved(Image.fromarray(thirds), "PNG"), 60, 60))
+    made = np.asarray(read(saved(Image.fromarray(thirds), "PNG"), 60, 60))
     assert made.shape == (60, 60, 3)
     assert made[:, 8:-8].min() > 250, "only the middle third is left"
 
@@ -97,7 +103,7 @@ def test_it_covers_the_size_and_is_cropped_about_its_centre() -> None:
 )
 def test_refusals_name_the_image(data: bytes, code: str, words: str) -> None:
     with pytest.raises(DiffusionError, match=words) as caught:
-        input_image.read_image(data, WIDTH, HEIGHT)
+        read(data, WIDTH, HEIGHT)
     error = caught.value
     assert (error.param, error.code, error.status) == ("image", code, Status.INVALID_ARG)
 
@@ -105,4 +111,70 @@ def test_refusals_name_the_image(data: bytes, code: str, words: str) -> None:
 def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_image, "MAX_BYTES", 10)
     with pytest.raises(DiffusionError, match=r"'image' has .* bytes; allowed: at most 10"):
-        input_image.read_image(saved(picture(), "PNG"), WIDTH, HEIGHT)
+        read(saved(picture(), "PNG"), WIDTH, HEIGHT)
+
+
+def with_alpha(
+    alpha: int, size: tuple[int, int] = (WIDTH, HEIGHT), box: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> bytes:
+    """A PNG of this alpha, but for a box of 0."""
+    image = picture("RGBA").resize(size)
+    image.putalpha(alpha)
+    image.paste((1, 2, 3, 0), box)
+    return saved(image, "PNG")
+
+
+LEFT = (0, 0, WIDTH // 2, HEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [
+        (saved(picture(), "JPEG"), with_alpha(255, box=LEFT)),
+        (saved(picture(), "PNG"), with_alpha(1, box=LEFT)),  # what is hardly to be seen stays, too
+        (with_alpha(255, box=LEFT), None),
+        (
+            with_alpha(255, box=(3, 3, 5, 5)),
+            with_alpha(255, box=LEFT),
+        ),  # the mask counts, and not the image's own
+    ],
+)
+def test_what_is_transparent_may_change(image: bytes, mask: bytes | None) -> None:
+    given = input_image.open_images([image], mask, takes_mask=True)
+    part = np.asarray(given.fitted_part((2 * WIDTH, 2 * HEIGHT)))
+    assert (part[:, :WIDTH] == 255).all()
+    assert (part[:, WIDTH:] == 0).all()
+
+
+@pytest.mark.parametrize("image", [saved(picture(), "PNG"), with_alpha(255), with_alpha(1)])
+def test_an_image_without_a_transparent_pixel_may_change_as_a_whole(image: bytes) -> None:
+    assert input_image.open_images([image], None, takes_mask=True).fitted_part((WIDTH, HEIGHT)) is None
+
+
+def test_colours_beneath_transparency_are_kept() -> None:
+    (image,) = input_image.open_images([with_alpha(255, box=LEFT)], None, takes_mask=True).fitted(
+        (WIDTH, HEIGHT), (64, 64)
+    )
+    assert image.getpixel((0, 0)) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("mask", "code", "words"),
+    [
+        (with_alpha(255), "invalid_mask", "no pixel that is wholly transparent"),
+        (saved(picture(), "PNG"), "invalid_mask", "no pixel that is wholly transparent"),
+        (with_alpha(0, (WIDTH, HEIGHT + 1)), "invalid_mask", "'mask' is 24x13, and 'image' 24x12"),
+        (b"GIF89a", "invalid_image", "'mask' is no image file"),
+        (bomb(9000, 9000), "image_too_large", "'mask' has 9000x9000 pixels"),
+    ],
+)
+def test_refusals_name_the_mask(mask: bytes, code: str, words: str) -> None:
+    with pytest.raises(DiffusionError, match=words) as caught:
+        input_image.open_images([saved(picture(), "PNG")], mask, takes_mask=True)
+    assert (caught.value.param, caught.value.code) == ("mask", code)
+
+
+def test_further_images_keep_their_size_but_beyond_the_largest() -> None:
+    given = input_image.open_images([saved(picture(), "PNG")] * 2, None, takes_mask=True)
+    assert [image.size for image in given.fitted((8, 8), (64, 64))] == [(8, 8), (WIDTH, HEIGHT)]
+    assert [image.size for image in given.fitted((8, 8), (12, 64))] == [(8, 8), (12, 6)]

@@ -215,7 +215,7 @@ def test_show_is_short_and_printable() -> None:
 def video(limits: ModelLimits) -> ModelLimits:
     """A model like Wan: clips of 1, 5, 9, ... frames."""
     fields = {
-        "task": "text-to-video",
+        "tasks": ("text-to-video",),
         "frames_argument": "num_frames",
         "default_num_frames": 81,
         "min_num_frames": 1,

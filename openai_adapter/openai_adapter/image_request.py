@@ -142,7 +142,7 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    if limits.makes_video or limits.takes_image:
+    if "text-to-image" not in limits.tasks:
         raise invalid("model", f"'model' is one for {limits.task}; allowed here: one for text-to-image")
     width, height = settings.parse_size(request.size, limits)
     resolved = settings.resolve(

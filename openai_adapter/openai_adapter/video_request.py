@@ -187,6 +187,7 @@ def plan(request: VideoRequest, limits: ModelLimits) -> Plan:
             "num_frames": _count_frames(request, fps, limits),
             "fps": fps,
         },
+        images=0 if request.input_reference is None else 1,
     )
     assert resolved.num_frames is not None
     seconds = resolved.num_frames / fps if request.seconds is None else _parse_seconds(request.seconds)

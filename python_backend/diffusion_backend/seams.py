@@ -31,14 +31,13 @@ from diffusion_backend.errors import DiffusionError, Status, invalid
 from diffusion_backend.loading import Stage
 from diffusion_backend.rows import Denoiser
 from diffusion_backend.settings import ModelLimits, Settings
-from diffusion_backend.tasks import IMAGE_EDIT, INPAINTING, needs_image
 from diffusion_backend.standins import NO_ADAPTERS, Method
+from diffusion_backend.tasks import IMAGE_EDIT, INPAINTING, needs_image
 
 Prepare = Callable[[DiffusionPipeline], None]
 # A request's images as arguments of the pipeline's call: one, or of an edit a list, and perhaps a mask.
 IMAGE, MASK = "image", "mask_image"
 Images = Mapping[str, Image.Image | list[Image.Image]]
-_SIDES = ("width", "height")
 
 
 class EncodingDone(BaseException):
@@ -99,7 +98,8 @@ def call_arguments(
 ) -> dict[str, Any]:
     """The keyword arguments of the pipeline's ``__call__`` for one request; ``images`` are some of them.
 
-    A pipeline that takes no size takes that of the image, which has the request's. Seeds go through a CPU generator, whatever the device, so that a seed means the same picture everywhere.
+    A pipeline that takes no size takes that of the image, which has the request's. Seeds go through a CPU generator,
+    whatever the device, so that a seed means the same picture everywhere.
     """
     arguments: dict[str, Any] = {
         "prompt": settings.prompt,
@@ -124,9 +124,8 @@ def call_arguments(
         arguments["strength"] = settings.strength
     accepted = inspect.signature(type(pipe).__call__).parameters
     if needs_image(settings.task):
-        arguments = {
-            name: value for name, value in arguments.items() if name in accepted or name not in _SIDES
-        }
+        sides = [side for side in ("height", "width") if side not in accepted]
+        arguments = {name: value for name, value in arguments.items() if name not in sides}
     unknown = [name for name in arguments if name not in accepted]
     if unknown:
         raise DiffusionError(
@@ -187,7 +186,7 @@ def images_of(images: Images) -> list[Image.Image]:
 
 
 def _first(images: Images) -> dict[str, Image.Image]:
-    return {IMAGE: image for image in images_of(images)[:1]}
+    return dict(zip((IMAGE,), images_of(images), strict=False))
 
 
 def overlay_of(images: Images) -> np.ndarray[Any, Any] | None:

@@ -129,7 +129,7 @@ def _encode_sample(limits: ModelLimits, task: str, count: int) -> Sample:
 def _files(task: str, width: int, height: int) -> dict[str, Image.Image]:
     """The images of a request for ``task``, as its client sends them."""
     blank = seams.blank_images(task, width, height)
-    files = {"image": image for image in seams.images_of(blank)}
+    files = dict(zip(("image",), seams.images_of(blank), strict=False))
     return {**files, "mask": Image.new("RGBA", (width, height))} if seams.MASK in blank else files
 
 

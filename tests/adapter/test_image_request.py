@@ -155,7 +155,7 @@ def test_plan_draws_a_seed() -> None:
 @pytest.mark.parametrize("task", ["text-to-video", "image-to-video", "image-to-image"])
 def test_plan_refuses_a_model_of_another_task(task: str) -> None:
     with pytest.raises(DiffusionError, match=f"'model' is one for {task}; allowed here: ") as caught:
-        plan(parse({"prompt": "a fox"}), LIMITS.model_copy(update={"task": task}))
+        plan(parse({"prompt": "a fox"}), LIMITS.model_copy(update={"tasks": (task,)}))
     assert caught.value.param == "model"
 
 

@@ -12,7 +12,7 @@ from openai_adapter.registry import Model, Registry
 LIMITS = ModelLimits(
     source="org/one",
     pipeline_class="FluxPipeline",
-    task="text-to-image",
+    tasks=("text-to-image",),
     created=1,
     default_prompt="a fox",
     default_width=64,
@@ -47,7 +47,7 @@ CLIPS = Model(
     LIMITS.model_copy(
         update={
             "source": "org/clips",
-            "task": "text-to-video",
+            "tasks": ("text-to-video",),
             "default_num_frames": 5,
             "min_num_frames": 1,
             "max_num_frames": 17,

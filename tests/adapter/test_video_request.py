@@ -21,7 +21,7 @@ SURROGATE = "a\ud800"
 VIDEO: ModelLimits = ModelLimits.model_validate(
     {
         **LIMITS.model_dump(),
-        "task": "text-to-video",
+        "tasks": ("text-to-video",),
         "default_num_frames": 81,
         "min_num_frames": 5,
         "max_num_frames": 121,
@@ -31,7 +31,7 @@ VIDEO: ModelLimits = ModelLimits.model_validate(
         "default_guidance_scale": 5.0,
     }
 )
-IMAGE_TO_VIDEO = VIDEO.model_copy(update={"task": "image-to-video"})
+IMAGE_TO_VIDEO = VIDEO.model_copy(update={"tasks": ("image-to-video",), "max_images": 1})
 
 
 def plan_of(limits: ModelLimits = VIDEO, **fields: Any) -> Plan:
