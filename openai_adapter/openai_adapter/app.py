@@ -22,6 +22,7 @@ from openai_adapter import (
 )
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.database import Database
+from openai_adapter.image_inputs import ImageInputs
 from openai_adapter.job_files import JobFiles
 from openai_adapter.registry import Registry
 from openai_adapter.settings import Settings
@@ -44,6 +45,8 @@ def create_app(settings: Settings) -> FastAPI:
     database = Database(settings.job_database_url)
     jobs = AsyncJobs(database, settings.job_ttl_seconds)
     files = JobFiles(settings.job_store_url)
+    inputs = ImageInputs(settings)
+    pictures = images.Images(settings, registry, triton, store, jobs, files, inputs, measured)
     limits = job_retention.Limits(settings.job_max_bytes, TOMBSTONE_SECONDS)
     worker = VideoWorker(settings, registry, triton, jobs, files, measured)
 
@@ -76,8 +79,8 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     errors.install(app)
-    app.include_router(images.routes(settings, registry, triton, store, jobs, files, measured))
-    app.include_router(videos.routes(videos.Videos(settings, registry, jobs, files, worker)))
+    app.include_router(images.routes(pictures))
+    app.include_router(videos.routes(videos.Videos(settings, registry, jobs, files, inputs, worker)))
     app.include_router(models.routes(registry))
     app.include_router(media.routes(store))
     app.include_router(health.routes(registry))
@@ -112,7 +115,11 @@ def _middleware(settings: Settings, measured: metrics.Metrics) -> list[Middlewar
         Middleware(
             middleware.BodyLimit,
             limit=settings.max_body_bytes,
-            uploads_limit=settings.max_body_bytes + settings.max_base64_bytes,
+            limits={
+                "/v1/videos": settings.max_field_bytes,
+                "/v1/images/edits": settings.max_edit_bytes,
+                "/v1/images/variations": settings.max_field_bytes,
+            },
         )
     )
     stack.append(Middleware(middleware.Forms))

@@ -67,11 +67,12 @@ def parse_json_object(text: str, field: str | None = None) -> dict[str, Any]:
     return value
 
 
-async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
+async def read_fields(request: Request, max_field_bytes: int, max_files: int = 1) -> dict[str, Any]:
     """The fields of a request whose body is a JSON object or a form.
 
-    Those of a form are texts, files (``UploadFile``), and for names such as ``a[b]`` objects of such. The files are
-    open until the request is answered (``middleware.Forms``). ``max_field_bytes``: of one that is a text.
+    Those of a form are texts, files (``UploadFile``), for names such as ``a[]`` lists of such, and for names such as
+    ``a[b]`` objects. The files are open until the request is answered (``middleware.Forms``). ``max_field_bytes``: of
+    one that is a text.
 
     Raises:
         ApiError: as ``read_json_object``; 400 for a form that is none, or has a field twice or not in UTF-8.
@@ -81,7 +82,7 @@ async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
             raise _unsupported(request, [_JSON, *_FORMS])
         return await read_json_object(request)
     try:
-        form = await _parse_form(request, max_field_bytes)
+        form = await _parse_form(request, max_field_bytes, max_files)
     except ClientDisconnect:
         raise _ended_early() from None
     except MultiPartException as error:
@@ -103,8 +104,12 @@ def is_form(request: Request) -> bool:
 class _Multipart(MultiPartParser):
     """Starlette's drops the last part without a word where the body ends within it, and reads what is not UTF-8 as
     Latin-1.
+
+
+    Files stay in memory, which ``middleware.BodyLimit`` bounds: no upload is written to a disk.
     """
 
+    spool_max_size = 0  # no size is too large
     has_ended = False
 
     def on_part_begin(self) -> None:
@@ -134,7 +139,7 @@ class _UrlEncoded(FormParser):
         self._items[-1] = (name, _decode(raw_value, name))
 
 
-async def _parse_form(request: Request, max_field_bytes: int) -> FormData:
+async def _parse_form(request: Request, max_field_bytes: int, max_files: int) -> FormData:
     async with aclosing(request.stream()) as stream:
         if _media_type(request) != _MULTIPART:
             urlencoded = _UrlEncoded(
@@ -142,7 +147,11 @@ async def _parse_form(request: Request, max_field_bytes: int) -> FormData:
             )
             return await urlencoded.parse()
         multipart = _Multipart(
-            request.headers, stream, max_files=1, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
+            request.headers,
+            stream,
+            max_files=max_files,
+            max_fields=MAX_FIELDS,
+            max_part_size=max_field_bytes,
         )
         form = await multipart.parse()
     if not multipart.has_ended:
@@ -153,11 +162,17 @@ async def _parse_form(request: Request, max_field_bytes: int) -> FormData:
 
 def _put(fields: dict[str, Any], name: str, value: str | UploadFile) -> None:
     outer, bracket, inner = name.partition("[")
+    if outer and bracket and inner == "]":
+        items = fields.setdefault(outer, [])
+        if not isinstance(items, list):
+            raise _twice(name)
+        items.append(value)
+        return
     target, key = fields, name
     if bracket and inner.endswith("]") and inner != "]":
         target, key = fields.setdefault(outer, {}), inner[:-1]
     if not isinstance(target, dict) or key in target:
-        raise ApiError(400, f"the body has {show(name)} twice", param=name, code="duplicate_field")
+        raise _twice(name)
     target[key] = value
 
 
@@ -171,6 +186,11 @@ def _decode(data: bytes, name: str) -> str:
             param=name,
             code="invalid_unicode",
         ) from None
+
+
+def _twice(name: str) -> ApiError:
+    message = f"the body has the field {show(name)} twice, or its name in two forms; allowed: once"
+    return ApiError(400, message, param=name, code="duplicate_field")
 
 
 def _media_type(request: Request) -> str:
@@ -209,7 +229,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ApiError(400, f"the body has {show(name)} twice", param=name, code="duplicate_field")
+            raise _twice(name)
         result[name] = value
     return result
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.requests import Request
 
@@ -26,7 +24,7 @@ from openai_adapter.job_table import Job
 _HEADER = "idempotency-key"
 
 
-def read_idempotency(request: Request, fields: Mapping[str, Any]) -> Idempotency | None:
+def read_idempotency(request: Request, fields: object) -> Idempotency | None:
     """The key that ``request`` brings, if any, with a digest of its path and of all that its body asks for.
 
     ``fields`` are those of the body; a file among them is there as its digest.

@@ -57,7 +57,7 @@ async def stream_events(
     """
     async with aclosing(pictures):
         async for picture in pictures:
-            kind, own = _own_fields(picture)
+            kind, own = _own_fields(request, picture)
             event = {
                 "type": kind,
                 "created_at": int(time.time()),
@@ -70,12 +70,12 @@ async def stream_events(
             yield encode_event(kind, event)
 
 
-def _own_fields(picture: Picture) -> tuple[str, dict[str, Any]]:
+def _own_fields(request: ImageRequest, picture: Picture) -> tuple[str, dict[str, Any]]:
     """What tells the two kinds of event apart."""
     if picture.preview is None:
-        return "image_generation.completed", {"usage": _NO_USAGE}
+        return f"{request.EVENTS}.completed", {"usage": _NO_USAGE}
     own = {"partial_image_index": picture.preview, "step": picture.info["step"]}
-    return "image_generation.partial_image", own
+    return f"{request.EVENTS}.partial_image", own
 
 
 def _echo(model: str, plan: Plan, request: ImageRequest) -> dict[str, Any]:

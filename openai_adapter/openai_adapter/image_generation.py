@@ -17,6 +17,7 @@ from diffusion_backend.settings import Settings as ImageSettings
 
 from openai_adapter import image_files, image_request
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
+from openai_adapter.image_inputs import Inputs
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
@@ -61,7 +62,9 @@ class ImageGenerator:
         self._max_in_flight = settings.max_images_in_flight
         self._in_flight: Counter[str] = Counter()
 
-    async def stream(self, model: str, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
+    async def stream(
+        self, model: str, plan: Plan, request: ImageRequest, inputs: Inputs
+    ) -> AsyncGenerator[Picture, None]:
         """The pictures of a request as they are made: of each image its previews, then itself.
 
         When one image fails the others are cancelled; so are all when the caller stops reading (``aclose``).
@@ -73,7 +76,7 @@ class ImageGenerator:
         self._admit(model, plan.n)
         made: asyncio.Queue[Picture | Exception] = asyncio.Queue()
         work = [
-            asyncio.create_task(self._work(model, index, settings, request, made.put_nowait))
+            asyncio.create_task(self._work(model, index, settings, request, inputs, made.put_nowait))
             for index, settings in enumerate(plan.images)
         ]
         for task in work:
@@ -126,6 +129,7 @@ class ImageGenerator:
         index: int,
         settings: ImageSettings,
         request: ImageRequest,
+        inputs: Inputs,
         put: Callable[[Picture | Exception], None],
     ) -> None:
         """Make one image: ``put`` is told its previews, then the image or what went wrong."""
@@ -141,7 +145,7 @@ class ImageGenerator:
 
         async def attempt() -> Generation:
             last: Generation | None = None
-            async with aclosing(self._call(model, settings)) as generations:
+            async with aclosing(self._call(model, settings, inputs)) as generations:
                 async for last in generations:
                     _check(last, settings)
                     if not last.info["is_final"]:
@@ -157,13 +161,15 @@ class ImageGenerator:
         except Exception as error:
             put(error)
 
-    def _call(self, model: str, settings: ImageSettings) -> AsyncGenerator[Generation, None]:
+    def _call(self, model: str, settings: ImageSettings, inputs: Inputs) -> AsyncGenerator[Generation, None]:
         request_id = str(uuid.uuid4())
         logger.debug("generation %s on %s", request_id, model)
         return self._triton.client.stream(
             model,
             settings.prompt,
             negative_prompt=settings.negative_prompt,
+            image=inputs.images or None,
+            mask=inputs.mask,
             request_id=request_id,
             # Only so that no stream outlives its request: the request's own limit comes first, as a 504.
             timeout=self._timeout + _STREAM_GRACE_SECONDS,

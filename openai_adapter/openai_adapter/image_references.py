@@ -68,14 +68,22 @@ class ImageReferences:
             data = await value.read(self._max_bytes + 1)
             await value.seek(0)
             return {"sha256": (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()}
+        if isinstance(value, str) and _is_data_url(value):
+            return {
+                "sha256": (
+                    await asyncio.to_thread(hashlib.sha256, value.encode(errors="replace"))
+                ).hexdigest()
+            }
         if isinstance(value, Mapping):
             return {name: await self.digest(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [await self.digest(inner) for inner in value]
         return value
 
     async def _read_url(self, value: object, field: str) -> bytes:
         if not isinstance(value, str):
             raise invalid(field, f"'{field}' is {show(value)}; allowed: {_ALLOWED}")
-        if value[:5].lower() == "data:":
+        if _is_data_url(value):
             return await asyncio.to_thread(self._decode, value, field)
         url = self._check_url(value, field)
         try:
@@ -149,6 +157,10 @@ class ImageReferences:
         if size > self._max_bytes:
             message = f"the file in '{field}' is too large; allowed: {self._max_bytes} bytes"
             raise invalid(field, message, "file_too_large")
+
+
+def _is_data_url(value: str) -> bool:
+    return value[:5].lower() == "data:"
 
 
 def _url_of(value: Mapping[object, object], field: str) -> object:

@@ -1,51 +1,45 @@
-"""What ``POST /v1/images/generations`` takes: every field is honoured, or refused by name.
+"""What the routes of pictures take: every field is honoured, or refused by name.
 
-The rules for prompt, size, quality, seed, steps and guidance belong to ``diffusion_backend.settings``, which the
-stages go by too; a model is needed for most.
+The fields that videos have too are those of ``generation_fields``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from diffusion_backend import quality, settings
-from diffusion_backend.errors import invalid
-from diffusion_backend.settings import Settings
+from diffusion_backend import settings
+from diffusion_backend.errors import invalid, show
+from diffusion_backend.input_image import GivenImages
+from diffusion_backend.settings import ModelLimits, Settings
+from diffusion_backend.tasks import MAX_IMAGES, choose_task
 from pydantic import Field
 
-from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
+from openai_adapter import generation_fields
+from openai_adapter.generation_fields import REFUSED_SIDES, GenerationFields
+from openai_adapter.request_fields import PICTURE
 
 _GIF_ONLY = "it belongs to output_format 'gif', which is not supported"
-REFUSED = {
+_REFUSED = {
     "style": "no model here has styles; describe the style in 'prompt'",
     "complexity": "no model here has levels of complexity",
     "frame_count": _GIF_ONLY,
     "frame_duration_ms": _GIF_ONLY,
     "svg": "SVG output is not supported",
-    "width": "use 'size', as 'WIDTHxHEIGHT'",
-    "height": "use 'size', as 'WIDTHxHEIGHT'",
+    **REFUSED_SIDES,
 }
+NO_IMAGES = GivenImages([], None)
+_ONE_IMAGE = "a file, a data URL, or an object with 'image_url'"
 
 
-class ImageRequest(Fields):
+class ImageRequest(GenerationFields):
     """The body of a request for images."""
 
-    prompt: Any = Field(
-        json_schema_extra={"type": "string", "maxLength": settings.MAX_PROMPT_CHARACTERS},
-        description="a text that is not blank",
-    )
-    model: Text | None = Field(None, description="the id of a model, as a string")
+    REFUSED: ClassVar[Mapping[str, str]] = _REFUSED
+    EVENTS: ClassVar[str] = "image_generation"
+
     n: int = Field(1, ge=1, le=10, description="integers from 1 to 10")
-    size: Any = Field(
-        None,
-        json_schema_extra={"type": "string"},
-        description="'auto' or 'WIDTHxHEIGHT' within the model's limits",
-    )
-    quality: Any = Field(
-        None, json_schema_extra={"enum": list(quality.QUALITIES)}, description=", ".join(quality.QUALITIES)
-    )
     response_format: Literal["b64_json", "url"] = Field("b64_json", description="'b64_json', 'url'")
     output_format: Literal["png", "jpeg", "webp"] = Field("png", description="'png', 'jpeg', 'webp'")
     output_compression: int = Field(
@@ -55,8 +49,6 @@ class ImageRequest(Fields):
         "auto", description="'auto', 'opaque'; no model here makes transparent pictures"
     )
     moderation: Literal["auto", "low"] = Field("auto", description="'auto', 'low'; nothing is moderated here")
-    user: Text | None = Field(None, description="a string of valid Unicode")
-    safety_identifier: Text | None = Field(None, description="a string of valid Unicode")
     stream: bool = Field(False, description="true, false")
     partial_images: int = Field(
         0,
@@ -64,24 +56,61 @@ class ImageRequest(Fields):
         le=settings.MAX_PARTIAL_IMAGES,
         description=f"integers from 0 to {settings.MAX_PARTIAL_IMAGES}, the previews of each image of a stream",
     )
-    seed: Any = Field(
-        None, json_schema_extra={"type": "integer"}, description=f"integers from 0 to {settings.MAX_SEED}"
-    )
-    negative_prompt: Any = Field(None, json_schema_extra={"type": "string"}, description="a string")
-    num_inference_steps: Any = Field(
-        None, json_schema_extra={"type": "integer"}, description="integers within the model's limits"
-    )
-    guidance_scale: Any = Field(
-        None, json_schema_extra={"type": "number"}, description="numbers within the model's limits"
-    )
-    lora: Any = Field(
+
+
+class EditRequest(ImageRequest):
+    """The body of a request for edits of images."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **_REFUSED,
+        "markup": "no model here reads marks on a picture; describe the change in 'prompt', and where in 'mask'",
+    }
+    EVENTS: ClassVar[str] = "image_edit"
+    MAX_IMAGES: ClassVar[int] = MAX_IMAGES
+
+    image: Any = Field(
         None,
-        json_schema_extra={"type": ["string", "object"]},
-        description="'NAME' or 'NAME:WEIGHT', several joined with commas, or an object of names and weights",
+        json_schema_extra=PICTURE,
+        description=f"{_ONE_IMAGE}; or a list of 1 to {MAX_IMAGES} of these",
+    )
+    images: Any = Field(
+        None,
+        json_schema_extra=PICTURE,
+        description=f"a list of 1 to {MAX_IMAGES} data URLs, or objects with 'image_url'",
+    )
+    mask: Any = Field(
+        None,
+        json_schema_extra=PICTURE,
+        description=f"{_ONE_IMAGE}: a picture of the first image's size, transparent where that may change",
+    )
+    input_fidelity: Literal["low", "high"] | None = Field(None, description="'low', 'high'")
+    strength: Any = Field(
+        None,
+        json_schema_extra={"type": "number"},
+        description="numbers above 0, up to 1: how much of the image may change",
     )
 
 
-FIELDS = frozenset((*ImageRequest.model_fields, *REFUSED))
+class VariationRequest(EditRequest):
+    """The body of a request for variations of an image."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **EditRequest.REFUSED,
+        "prompt": "a variation has none; /v1/images/edits takes one",
+        "images": "a variation is one of one image; send 'image'",
+        "mask": "a variation changes the whole picture; /v1/images/edits takes a mask",
+        "stream": "variations are not streamed; /v1/images/edits is",
+        "partial_images": "variations are not streamed; /v1/images/edits is",
+    }
+
+    MAX_IMAGES: ClassVar[int] = 1
+
+    prompt: Any = Field(None, json_schema_extra={"type": "null"})
+    image: Any = Field(None, json_schema_extra=PICTURE, description=_ONE_IMAGE)
+
+
+# What a stage's refusal may blame a client for.
+FIELDS = frozenset((*EditRequest.model_fields, *EditRequest.REFUSED))
 
 
 @dataclass(frozen=True)
@@ -101,17 +130,24 @@ class Plan:
         return [self.settings.model_copy(update={"seed": first + number}) for number in range(self.n)]
 
 
-def parse(body: Mapping[str, Any]) -> ImageRequest:
-    """Check everything in ``body`` that can be checked without a model.
+@dataclass(frozen=True)
+class Reference:
+    """A picture that a request brings: ``value`` as it was sent, as the field that errors name."""
+
+    field: str
+    value: object
+
+
+T = TypeVar("T", bound=ImageRequest)
+
+
+def parse(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Check everything in the fields of a JSON object or a form (``unwrap``) that can be checked without a model.
 
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    given = unwrap(body)
-    check_names(ImageRequest, given, REFUSED)
-    settings.check_prompt(given.get("prompt"))
-    quality.resolve_tier(given.get("quality"), quality.Tier.LOSSLESS)
-    request = validate(ImageRequest, given)
+    request = generation_fields.parse(kind, given, kind.REFUSED)
     _check_stream(request)
     if request.output_format == "png" and request.output_compression != 100:
         raise invalid(
@@ -119,6 +155,9 @@ def parse(body: Mapping[str, Any]) -> ImageRequest:
             f"'output_compression' is {request.output_compression} with output_format 'png', which is always "
             "exact; allowed: 100, or output_format 'jpeg' or 'webp'",
         )
+    if isinstance(request, EditRequest):
+        list_images(request)
+        _check_fidelity(request)
     return request
 
 
@@ -136,29 +175,68 @@ def _check_stream(request: ImageRequest) -> None:
         )
 
 
-def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
-    """Resolve ``request`` on a model; where no seed is given, one is drawn here.
+def _check_fidelity(request: EditRequest) -> None:
+    if request.input_fidelity is not None and request.strength is not None:
+        raise invalid(
+            "input_fidelity",
+            f"'input_fidelity' is '{request.input_fidelity}' with 'strength', which says the same more finely; "
+            "allowed: one of the two",
+            "conflicting_values",
+        )
+
+
+def list_images(request: EditRequest) -> list[Reference]:
+    """The images that are edited, the main one first.
+
+    Raises:
+        DiffusionError: INVALID_ARG, there are none, too many, or two lists of them.
+    """
+    if request.image is not None and request.images is not None:
+        raise invalid(
+            "images", "'images' is given, and 'image', too; allowed: one of the two", "conflicting_values"
+        )
+    if request.image is not None and not isinstance(request.image, list):
+        return [Reference("image", request.image)]
+    name = "image" if request.images is None else "images"
+    given = request.image if request.images is None else request.images
+    allowed = type(request).model_fields[name].description
+    if given is None:
+        raise invalid(name, f"'{name}' is missing; allowed: {allowed}", "missing")
+    if not isinstance(given, list):
+        raise invalid(name, f"'{name}' is {show(given)}; allowed: {allowed}")
+    if not 1 <= len(given) <= request.MAX_IMAGES:
+        raise invalid(name, f"'{name}' has {len(given)} pictures; allowed: {allowed}", "too_many_images")
+    return [Reference(f"{name}[{index}]", value) for index, value in enumerate(given)]
+
+
+def tasks_for(request: ImageRequest) -> tuple[str, ...]:
+    """The tasks of models that would do, the best one first."""
+    if not isinstance(request, EditRequest):
+        return ("text-to-image",)
+    if isinstance(request, VariationRequest):
+        return ("image-to-image",)
+    if request.mask is not None:
+        return ("inpainting", "image-edit", "image-to-image")
+    return ("image-edit", "image-to-image", "inpainting")  # the image's own transparency may be a mask
+
+
+def plan(request: ImageRequest, limits: ModelLimits, given: GivenImages = NO_IMAGES) -> Plan:
+    """Resolve ``request``, with the images it brings, on a model; where no seed is given, one is drawn here.
 
     Raises:
         DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
     """
-    if "text-to-image" not in limits.tasks:
-        raise invalid("model", f"'model' is one for {limits.task}; allowed here: one for text-to-image")
-    width, height = settings.parse_size(request.size, limits)
-    resolved = settings.resolve(
-        limits,
-        request.prompt,
-        request.negative_prompt,
-        {
-            "width": width,
-            "height": height,
-            "num_inference_steps": request.num_inference_steps,
-            "guidance_scale": request.guidance_scale,
-            "lora": request.lora,
-            "seed": request.seed,
-            "quality": request.quality,
-            "partial_images": request.partial_images,
-        },
+    own: dict[str, object] = {"partial_images": request.partial_images}
+    has_mask = given.part is not None
+    size = settings.parse_size(request.size, limits)
+    if isinstance(request, EditRequest):
+        if given.size and request.size in (None, "auto"):
+            size = limits.size_of_image(*given.size)
+        own["strength"] = _strength(request, limits, len(given.images), has_mask)
+    if isinstance(request, VariationRequest):
+        request = request.model_copy(update={"prompt": limits.default_prompt})
+    resolved = generation_fields.resolve(
+        request, limits, size, images=len(given.images), has_mask=has_mask, **own
     )
     largest = settings.MAX_SEED - request.n + 1
     if resolved.seed > largest:
@@ -168,3 +246,14 @@ def plan(request: ImageRequest, limits: settings.ModelLimits) -> Plan:
             f"allowed: integers from 0 to {largest}",
         )
     return Plan(resolved, request.n)
+
+
+def _strength(request: EditRequest, limits: ModelLimits, images: int, has_mask: bool) -> object:
+    """The one that is asked for; "high" fidelity is half of the model's own, where its task has one."""
+    if request.input_fidelity != "high":
+        return request.strength
+    task = choose_task(limits.tasks, images, has_mask=has_mask, max_images=limits.max_images)
+    own = limits.strength_of(task)
+    if own is None:
+        raise invalid("input_fidelity", f"'input_fidelity' is 'high'; allowed for {task}: 'low', or none")
+    return own / 2

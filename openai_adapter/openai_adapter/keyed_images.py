@@ -20,6 +20,7 @@ from openai_adapter import idempotency, image_files
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.image_generation import ImageGenerator, Picture
+from openai_adapter.image_inputs import RequestInputs
 from openai_adapter.image_request import ImageRequest, Plan
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_lease import LEASE_SECONDS, Lease, worker_name
@@ -64,17 +65,25 @@ class KeyedImages:
         self._ttl = settings.job_ttl_seconds
         self._timeout = settings.request_timeout_seconds
 
-    async def find(self, caller: str, key: Idempotency, request: ImageRequest) -> Making | None:
+    async def find(
+        self, caller: str, key: Idempotency, request: ImageRequest, inputs: RequestInputs
+    ) -> Making | None:
         """The images of ``key``, if it was used before.
 
         Raises:
             ApiError: 409, it was used for another body.
         """
         job = await idempotency.find_job(self._jobs, KIND, caller, key)
-        return None if job is None else self._follow(job, key, request)
+        return None if job is None else self._follow(job, key, request, inputs)
 
     async def begin(
-        self, caller: str, key: Idempotency, model: str, plan: Plan, request: ImageRequest
+        self,
+        caller: str,
+        key: Idempotency,
+        model: str,
+        plan: Plan,
+        request: ImageRequest,
+        inputs: RequestInputs,
     ) -> Making:
         """The images of ``key``, which are made now, or by the request that was faster.
 
@@ -83,14 +92,14 @@ class KeyedImages:
         """
         content = {"settings": plan.settings.model_dump(), "n": plan.n}
         new = NewJob(KIND, caller, model, content, idempotency=key, ttl=self._ttl)
-        return self._follow((await idempotency.create_job(self._jobs, new)).job, key, request)
+        return self._follow((await idempotency.create_job(self._jobs, new)).job, key, request, inputs)
 
-    def _follow(self, job: Job, key: Idempotency, request: ImageRequest) -> Making:
+    def _follow(self, job: Job, key: Idempotency, request: ImageRequest, inputs: RequestInputs) -> Making:
         plan = Plan(ImageSettings.model_validate(job.request["settings"]), job.request["n"])
-        return Making(job.model, plan, int(job.created_at), self._stream(job, key, plan, request))
+        return Making(job.model, plan, int(job.created_at), self._stream(job, key, plan, request, inputs))
 
     async def _stream(
-        self, job: Job, key: Idempotency, plan: Plan, request: ImageRequest
+        self, job: Job, key: Idempotency, plan: Plan, request: ImageRequest, inputs: RequestInputs
     ) -> AsyncGenerator[Picture, None]:
         """As ``ImageGenerator.stream``; images that were there already come without previews."""
         again = NewJob(KIND, job.caller, job.model, job.request, idempotency=key, ttl=self._ttl)
@@ -110,7 +119,7 @@ class KeyedImages:
                     return
                 await self._jobs.delete(KIND, job.caller, job.id)
             elif claim := await self._claim(now):
-                async with aclosing(self._make(claim, plan, request)) as pictures:
+                async with aclosing(self._make(claim, plan, request, inputs)) as pictures:
                     async for picture in pictures:
                         yield picture
                 return
@@ -129,13 +138,16 @@ class KeyedImages:
             return None
         return await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, job_id=job.id)
 
-    async def _make(self, claim: Claim, plan: Plan, request: ImageRequest) -> AsyncGenerator[Picture, None]:
+    async def _make(
+        self, claim: Claim, plan: Plan, request: ImageRequest, inputs: RequestInputs
+    ) -> AsyncGenerator[Picture, None]:
         """Make the images; the last one is handed on when all are kept."""
         renewing = asyncio.create_task(Lease(self._jobs, claim).renew_forever())
         images: list[Picture] = []
         is_made = False
         try:
-            async with aclosing(self._generator.stream(claim.job.model, plan, request)) as pictures:
+            files = await inputs.files(plan)
+            async with aclosing(self._generator.stream(claim.job.model, plan, request, files)) as pictures:
                 async for picture in pictures:
                     if picture.preview is None:
                         images.append(picture)

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -28,7 +28,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _OPEN_PATHS = ("/health", "/health/live", "/health/serving")
 _OPEN_PREFIX = "/v1/media/"
-_UPLOADING_PATHS = ("/v1/videos",)  # where a body may hold an image
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _DRAIN_FACTOR = 16
 
@@ -174,15 +173,18 @@ def caller_of(request: Request) -> str:
 
 
 class BodyLimit(HttpMiddleware):
-    """413 for a body that is larger than its path's limit in bytes, announced or sent in chunks."""
+    """413 for a body that is larger than its path's limit in bytes, announced or sent in chunks.
 
-    def __init__(self, app: ASGIApp, limit: int, uploads_limit: int) -> None:
+    ``limits`` are those of the paths that have others than ``limit``.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, limits: Mapping[str, int]) -> None:
         super().__init__(app)
         self.limit = limit
-        self.uploads_limit = uploads_limit
+        self.limits = limits
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self.uploads_limit if scope["path"] in _UPLOADING_PATHS else self.limit
+        limit = self.limits.get(scope["path"], self.limit)
         announced = Headers(scope=scope).get("content-length", "0")
         if not _LENGTH.fullmatch(announced):
             invalid = ApiError(400, "'content-length' is not a number", code="invalid_request")

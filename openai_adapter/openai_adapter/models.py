@@ -41,6 +41,8 @@ def build_model_card(model: Model) -> dict[str, Any]:
         "pipeline_name": limits.pipeline_class,
         "pipeline_class": limits.pipeline_class,
         "task_type": limits.task,
+        "tasks": list(limits.tasks),
+        "max_input_images": limits.max_images,
         "dtype": limits.dtype,
         "default_size": f"{limits.default_width}x{limits.default_height}",
         "max_size": f"{limits.max_width}x{limits.max_height}",

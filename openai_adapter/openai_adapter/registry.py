@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,16 +96,27 @@ class Registry:
             )
         return found[0]
 
-    def require_ready(self, name: str | None, *, makes_video: bool) -> tuple[str, ModelLimits]:
+    def require_ready(self, name: str | None, *tasks: str) -> tuple[str, ModelLimits]:
         """(name, limits) of the model that a request asks for, ready to generate.
 
-        None asks for the default: the operator's if it makes what is asked for, else the only one that does.
+        ``tasks`` are those that would do, the best one first. None asks for the default: the operator's if it has one
+        of them, else the only model that has the best one that there is.
 
         Raises:
-            ApiError: 503 while it isn't ready, 404 or 400 for a name that doesn't say which.
+            ApiError: 503 while it isn't ready, 404 or 400 for a name that doesn't say which, or a model that has none
+                of the tasks.
         """
         self._require_contact()
-        model = self._default(makes_video) if name is None else self.find(name)
+        model = self._default(tasks) if name is None else self.find(name)
+        if model.limits is not None and not _can(model, *tasks):
+            able = [other for other in self.models.values() if other.limits and _can(other, *tasks)]
+            raise ApiError(
+                400,
+                f"'model' is {show(model.name)}, which is for {', '.join(model.limits.tasks)}; "
+                f"allowed: {_of_tasks(able, tasks)}",
+                param="model",
+                code="task_not_supported",
+            )
         if not model.ready or model.limits is None:
             raise unavailable(f"the model {show(model.name)} is not ready", "model_not_ready")
         return model.name, model.limits
@@ -119,22 +130,18 @@ class Registry:
         facts = self.models[name].denoise_facts or {}
         check_previews(partial_images, facts.get("no_previews"))
 
-    def _default(self, makes_video: bool) -> Model:
-        # One whose limits are not known yet may make either.
-        fitting = [
-            model
-            for model in self.models.values()
-            if model.limits is None or model.limits.makes_video == makes_video
-        ]
-        if self._default_model is not None and (model := self.find(self._default_model)) in fitting:
+    def _default(self, tasks: Sequence[str]) -> Model:
+        models = list(self.models.values())
+        if self._default_model is not None and _can(model := self.find(self._default_model), *tasks):
             return model
-        if not self.models:
+        if not models:
             raise unavailable("the model server has no models", "not_ready")
+        best = [task for task in tasks if any(model.limits and _can(model, task) for model in models)]
+        fitting = [model for model in models if _can(model, *(best or tasks)[:1])]
         if len(fitting) != 1:
-            kind = "video" if makes_video else "images"
             raise ApiError(
                 400,
-                f"'model' is not given; allowed: {_names(fitting) or f'none, as no model here makes {kind}'}",
+                f"'model' is not given; allowed: {_of_tasks(fitting, tasks)}",
                 param="model",
                 code="model_required",
             )
@@ -147,3 +154,12 @@ class Registry:
 
 def _names(models: Iterable[Model]) -> str:
     return ", ".join(sorted(model.name for model in models))
+
+
+def _can(model: Model, *tasks: str) -> bool:
+    """Whether a model has one of the tasks. One whose limits are not known yet may have any."""
+    return model.limits is None or not set(tasks).isdisjoint(model.limits.tasks)
+
+
+def _of_tasks(models: Collection[Model], tasks: Sequence[str]) -> str:
+    return _names(models) or f"none, as no model here is for {' or '.join(tasks)}"

@@ -1,15 +1,31 @@
 """How the fields of a request are checked, whatever it asks for: each is honoured, or refused by name.
 
-The description of a field of a pydantic model is what the error about it says is allowed.
+The description of a field of a pydantic model is what the error about it says is allowed. Its JSON schema says how a
+form has it: numbers and booleans as texts, and a picture (``"format": "binary"``) as a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import functools
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
+from starlette.datastructures import UploadFile
+
+from openai_adapter.bodies import parse_json_object
+
+PICTURE: dict[str, JsonValue] = {
+    "format": "binary"
+}  # of the schema of a field that is a picture, or refers to one
+
+_TYPED: dict[str, tuple[re.Pattern[str], Callable[[str], object]]] = {
+    "integer": (re.compile(r"-?[0-9]{1,20}"), int),
+    "number": (re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?"), float),
+    "boolean": (re.compile(r"true|false"), lambda text: text == "true"),
+}
 
 
 class Fields(BaseModel):
@@ -62,8 +78,29 @@ def check_names(kind: type[Fields], given: Mapping[str, Any], refused: Mapping[s
         if name in refused:
             raise invalid(name, f"'{name}' is not supported: {refused[name]}", "unsupported_parameter")
         if name not in kind.model_fields:
-            allowed = ", ".join(kind.model_fields)
+            allowed = ", ".join(field for field in kind.model_fields if field not in refused)
             raise invalid(name, f"{show(name)} is not a known field; allowed: {allowed}", "unknown_parameter")
+
+
+def from_form(kind: type[Fields], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a form with the types that JSON gives them; what has another form is refused where it is used.
+
+    Raises:
+        ApiError: 400, a picture's text begins as a JSON object and is none.
+    """
+    schemas = _schemas(kind)
+    return {name: _typed(value, name, schemas.get(name, {})) for name, value in fields.items()}
+
+
+def refuse_files(kind: type[Fields], given: Mapping[str, Any]) -> None:
+    """A form can send a file as any field of ``given``, whose names are ``kind``'s.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the first field that is a file and no picture.
+    """
+    for name, value in given.items():
+        if not _is_picture(_schemas(kind)[name]) and _has_file(value):
+            raise invalid(name, f"'{name}' is a file; allowed: {kind.model_fields[name].description}")
 
 
 def validate(kind: type[T], given: Mapping[str, Any]) -> T:
@@ -92,3 +129,36 @@ def blame(error: Exception, fields: Container[str]) -> Exception:
 
 def _same(one: object, other: object) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+@functools.cache
+def _schemas(kind: type[Fields]) -> Mapping[str, Mapping[str, Any]]:
+    fields: Mapping[str, Mapping[str, Any]] = kind.model_json_schema()["properties"]
+    return fields
+
+
+def _is_picture(schema: Mapping[str, Any]) -> bool:
+    return schema.get("format") == PICTURE["format"]
+
+
+def _typed(value: object, name: str, schema: Mapping[str, Any]) -> object:
+    if isinstance(value, list):
+        return [_typed(each, name, schema) for each in value]
+    if not isinstance(value, str):
+        return value
+    if _is_picture(schema):
+        return parse_json_object(value, name) if value.startswith("{") else value
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind in _TYPED:
+        pattern, read = _TYPED[kind]
+        return read(value) if pattern.fullmatch(value) else value
+    return value
+
+
+def _has_file(value: object) -> bool:
+    if isinstance(value, UploadFile):
+        return True
+    inner: Iterable[object] = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    )
+    return any(map(_has_file, inner))

@@ -108,15 +108,18 @@ class Settings(BaseSettings):
     max_image_bytes: int = Field(
         20 * 2**20, gt=0, description="largest file of an image that is sent or fetched"
     )
+    max_images_bytes: int = Field(
+        64 * 2**20,
+        gt=0,
+        description="most bytes of all images of one edit together; JSON needs four times that",
+    )
     max_image_pixels: int = Field(
         input_image.MAX_PIXELS,
         gt=0,
         le=input_image.MAX_PIXELS,
         description="most pixels of an image that is sent or fetched; decoding needs some 12 bytes for each",
     )
-    max_body_bytes: int = Field(
-        2 * 2**20, gt=0, description="largest request body; an image may come with it"
-    )
+    max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body; images may come with it")
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")
     max_images_in_flight: int = Field(
         64,
@@ -178,9 +181,14 @@ class Settings(BaseSettings):
         return self
 
     @property
-    def max_base64_bytes(self) -> int:
-        """Of an image within a body."""
-        return -(-self.max_image_bytes // 3) * 4
+    def max_field_bytes(self) -> int:
+        """Of a field that may be an image, as base64."""
+        return self.max_body_bytes + _base64_bytes(self.max_image_bytes)
+
+    @property
+    def max_edit_bytes(self) -> int:
+        """Of a body with all images of an edit, as base64."""
+        return self.max_body_bytes + _base64_bytes(self.max_images_bytes)
 
     @property
     def job_database_url(self) -> str:
@@ -199,6 +207,10 @@ class Settings(BaseSettings):
         """The fsspec URL of the media store."""
         # Not as_uri(): fsspec takes the path as it stands, and would not undo the quoting.
         return self.media_url or f"file://{self.data_dir.absolute() / 'media'}"
+
+
+def _base64_bytes(count: int) -> int:
+    return -(-count // 3) * 4
 
 
 def is_loopback(host: str) -> bool:

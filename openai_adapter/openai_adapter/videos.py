@@ -11,19 +11,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from openai_adapter import idempotency, uploads, video_answers, video_request
+from openai_adapter import idempotency, video_answers, video_request
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.bodies import is_form, read_fields, read_json_object
 from openai_adapter.byte_ranges import serve_bytes
 from openai_adapter.errors import DO_NOT_RETRY, ApiError
-from openai_adapter.image_references import ImageReferences
+from openai_adapter.image_inputs import ImageInputs
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_pages import DEFAULT_LIMIT, DEFAULT_ORDER, parse_limit
 from openai_adapter.job_store import Idempotency, NewJob
 from openai_adapter.job_table import Job, JobStatus
 from openai_adapter.middleware import caller_of
 from openai_adapter.registry import Registry
-from openai_adapter.request_fields import unwrap
+from openai_adapter.request_fields import from_form, unwrap
 from openai_adapter.settings import Settings
 from openai_adapter.video_files import MEDIA_TYPES
 from openai_adapter.video_request import Plan, VideoRequest
@@ -61,19 +61,21 @@ class Videos:
     """What the routes do."""
 
     def __init__(
-        self, settings: Settings, registry: Registry, jobs: AsyncJobs, files: JobFiles, worker: VideoWorker
+        self,
+        settings: Settings,
+        registry: Registry,
+        jobs: AsyncJobs,
+        files: JobFiles,
+        inputs: ImageInputs,
+        worker: VideoWorker,
     ) -> None:
         self._registry = registry
         self._jobs = jobs
         self._files = files
         self._worker = worker
         self._max_unfinished = settings.max_unfinished_videos
-        self._max_pixels = settings.max_image_pixels
-        self._max_field_bytes = settings.max_body_bytes + settings.max_base64_bytes
-        self._references = ImageReferences(
-            settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_seconds
-        )
-        self._decoding = asyncio.Semaphore(1)  # a large picture takes a lot of memory
+        self._max_field_bytes = settings.max_field_bytes
+        self._inputs = inputs
 
     async def create(self, request: Request) -> Job:
         """A job from the request's body, or the one that it made before with the same key."""
@@ -81,13 +83,12 @@ class Videos:
         fields = await read_fields(request, self._max_field_bytes)
         given = unwrap(fields)
         if is_form(request):
-            given = video_request.from_form(given)
+            given = from_form(VideoRequest, given)
         asked = video_request.parse(given)
-        sent = await self._references.digest(asked.input_reference)
-        key = idempotency.read_idempotency(request, {**given, "input_reference": sent})
+        key = idempotency.read_idempotency(request, await self._inputs.digest(given))
         if key and (known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key)):
             return known
-        model, limits = self._registry.require_ready(asked.model, makes_video=True)
+        model, limits = self._registry.require_ready(asked.model, *video_request.tasks_for(asked))
         plan = video_request.plan(asked, limits)
         content = {
             "settings": plan.settings.model_dump(),
@@ -107,7 +108,7 @@ class Videos:
             return known
         source = await self._find(request, video_id)
         _require_completed(source)
-        model, limits = self._registry.require_ready(source.model, makes_video=True)
+        model, limits = self._registry.require_ready(source.model, *video_request.TASKS)
         settings = video_request.plan_remix(prompt, source.request["settings"], limits)
         content = {**source.request, "settings": settings.model_dump(), "remixed_from_video_id": source.id}
         image = await self._jobs.image_of(KIND, caller_of(request), video_id)
@@ -179,10 +180,8 @@ class Videos:
         """The picture that a video begins with, of the video's size: all that is kept of it."""
         if reference is None:
             return None
-        file = await self._references.read(reference, "input_reference")
         size = (plan.settings.width, plan.settings.height)
-        async with self._decoding:
-            return await asyncio.to_thread(uploads.to_png, file, "input_reference", self._max_pixels, size)
+        return await self._inputs.to_png(reference, "input_reference", size)
 
     async def _submit(
         self,

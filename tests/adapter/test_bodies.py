@@ -50,6 +50,8 @@ def read(body: bytes | str, content_type: str | None, **more: Any) -> dict[str, 
     async def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: await plain(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [await plain(each) for each in value]
         return (value.filename, await value.read()) if isinstance(value, UploadFile) else value
 
     return asyncio.run(run())
@@ -101,9 +103,15 @@ def test_a_file_and_nested_names() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["a[]", "a[b", "a]", "[", "]", "a[b]c", ""])
+@pytest.mark.parametrize("name", ["[]", "a[b", "a]", "[", "]", "a[b]c", ""])
 def test_brackets_that_nest_nothing_are_part_of_the_name(name: str) -> None:
     assert read(multipart((name, "1")), MULTIPART) == {name: "1"}
+
+
+def test_a_list_comes_in_parts() -> None:
+    body = multipart(("a[]", "1"), ("b", "2"), ("a[]", b"\0", "a.png"))
+    assert read(body, MULTIPART) == {"a": ["1", ("a.png", b"\0")], "b": "2"}
+    assert read("a[]=1&a[]=2", URLENCODED) == {"a": ["1", "2"]}
 
 
 def test_brackets_go_one_level_deep() -> None:
@@ -112,7 +120,11 @@ def test_brackets_go_one_level_deep() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("a", "a"), ("a[b]", "a[b]"), ("a", "a[b]"), ("a[b]", "a"), ("a", "c", "a")]
+    "names",
+    [
+        *(("a", "a"), ("a[b]", "a[b]"), ("a", "a[b]"), ("a[b]", "a"), ("a", "c", "a")),
+        *(("a[]", "a"), ("a", "a[]"), ("a[]", "a[]", "a"), ("a[]", "a[b]"), ("a[b]", "a[]")),
+    ],
 )
 @pytest.mark.parametrize("kind", [MULTIPART, URLENCODED])
 def test_a_field_comes_once(names: tuple[str, ...], kind: str) -> None:
@@ -191,6 +203,24 @@ def test_files_are_closed_when_the_request_is_answered(make_app: Callable[..., F
     form = {"file": ("a.png", b"x" * 2**21)}
     assert send(app, "POST", "/keep", files=form).status_code == 400
     assert [file.file.closed for file in seen] == [True]
+
+
+def test_as_many_files_as_are_allowed() -> None:
+    body = multipart(*(("a[]", "1", "a.png") for _ in range(3)))
+
+    async def run(count: int) -> int:
+        fields = await read_fields(request_of(body, MULTIPART), MAX_FIELD, max_files=count)
+        return len(fields["a"])
+
+    assert asyncio.run(run(3)) == 3
+    with pytest.raises(ApiError, match="Too many files"):
+        asyncio.run(run(2))
+
+
+def test_no_upload_is_written_to_a_disk() -> None:
+    body = multipart(("a", b"\0" * 5 * 2**20, "a.png"))
+    file = asyncio.run(read_fields(request_of(body, MULTIPART), MAX_FIELD))["a"]
+    assert (file.size, file.file._rolled) == (5 * 2**20, False)
 
 
 def test_as_much_as_is_allowed() -> None:

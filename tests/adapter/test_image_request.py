@@ -10,9 +10,11 @@ from diffusion_backend.errors import DiffusionError
 from diffusion_backend.settings import MAX_SEED
 from fastapi import FastAPI
 from in_process import send
-from openai_adapter.image_request import parse, plan
+from openai_adapter.image_request import ImageRequest, Plan, parse, plan
 from test_registry import LIMITS
 
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
+DATA_URL = "data:image/png;base64,AAAA"
 SURROGATE = "a\ud800"
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "missing"),
@@ -65,12 +67,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.parametrize("path", [GENERATIONS, EDITS])
 @pytest.mark.parametrize(("fields", "param", "code"), BAD_FIELDS)
-def test_bad_fields(app: FastAPI, fields: dict[str, Any], param: str, code: str) -> None:
-    body = json.dumps({"prompt": "a fox", **fields})
-    answer = send(
-        app, "POST", "/v1/images/generations", content=body, headers={"content-type": "application/json"}
-    )
+def test_bad_fields(app: FastAPI, fields: dict[str, Any], param: str, code: str, path: str) -> None:
+    body = json.dumps({"prompt": "a fox", **({"image": DATA_URL} if path == EDITS else {}), **fields})
+    answer = send(app, "POST", path, content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert error["type"] == "invalid_request_error"
@@ -141,28 +142,24 @@ def test_content_type(app: FastAPI, content_type: str, status: int) -> None:
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def plan_of(**fields: Any) -> Plan:
+    return plan(parse(ImageRequest, {"prompt": "a fox", **fields}), LIMITS)
+
+
 def test_plan_takes_following_seeds() -> None:
-    planned = plan(parse({"prompt": "a fox", "n": 3, "seed": 7, "size": "128x64"}), LIMITS)
+    planned = plan_of(n=3, seed=7, size="128x64")
     assert [settings.seed for settings in planned.images] == [7, 8, 9]
     assert (planned.settings.width, planned.settings.height) == (128, 64)
 
 
 def test_plan_draws_a_seed() -> None:
-    seeds = {plan(parse({"prompt": "a fox"}), LIMITS).settings.seed for _ in range(10)}
-    assert len(seeds) > 1
-
-
-@pytest.mark.parametrize("task", ["text-to-video", "image-to-video", "image-to-image"])
-def test_plan_refuses_a_model_of_another_task(task: str) -> None:
-    with pytest.raises(DiffusionError, match=f"'model' is one for {task}; allowed here: ") as caught:
-        plan(parse({"prompt": "a fox"}), LIMITS.model_copy(update={"tasks": (task,)}))
-    assert caught.value.param == "model"
+    assert len({plan_of().settings.seed for _ in range(10)}) > 1
 
 
 def test_plan_keeps_seeds_in_range() -> None:
     largest = MAX_SEED - 9
-    assert plan(parse({"prompt": "a", "n": 10, "seed": largest}), LIMITS).images[-1].seed == MAX_SEED
+    assert plan_of(n=10, seed=largest).images[-1].seed == MAX_SEED
     with pytest.raises(DiffusionError) as caught:
-        plan(parse({"prompt": "a", "n": 10, "seed": largest + 1}), LIMITS)
+        plan_of(n=10, seed=largest + 1)
     assert caught.value.param == "seed"
     assert str(largest) in caught.value.message

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.settings import ModelLimits
+from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, TEXT_TO_VIDEO
 from openai_adapter.errors import ApiError
 from openai_adapter.models import build_model_card
 from openai_adapter.registry import Model, Registry
@@ -34,7 +35,7 @@ def registry(*models: Model, default: str | None = None) -> Registry:
 
 def error_of(registry: Registry, name: str | None) -> tuple[int, str | None]:
     with pytest.raises(ApiError) as caught:
-        registry.require_ready(name, makes_video=False)
+        registry.require_ready(name, TEXT_TO_IMAGE)
     return caught.value.status, caught.value.code
 
 
@@ -61,12 +62,12 @@ CLIPS = Model(
 
 def test_by_name_or_source() -> None:
     for name in ("one", "org/one", None):
-        assert registry(ONE).require_ready(name, makes_video=False) == ("one", LIMITS)
+        assert registry(ONE).require_ready(name, TEXT_TO_IMAGE) == ("one", LIMITS)
 
 
 def test_which_default() -> None:
-    assert registry(ONE, TWO, default="one").require_ready(None, makes_video=False)[0] == "one"
-    assert registry(ONE, TWO, default="org/one").require_ready(None, makes_video=False)[0] == "one"
+    assert registry(ONE, TWO, default="one").require_ready(None, TEXT_TO_IMAGE)[0] == "one"
+    assert registry(ONE, TWO, default="org/one").require_ready(None, TEXT_TO_IMAGE)[0] == "one"
     assert error_of(registry(ONE, TWO), None) == (400, "model_required")
     assert error_of(registry(ONE, default="gone"), None) == (404, "model_not_found")
     assert error_of(registry(), None) == (503, "not_ready")
@@ -74,13 +75,38 @@ def test_which_default() -> None:
 
 def test_the_default_makes_what_is_asked_for() -> None:
     both = registry(ONE, CLIPS)
-    assert both.require_ready(None, makes_video=False)[0] == "one"
-    assert both.require_ready(None, makes_video=True)[0] == "clips"
-    assert registry(ONE, CLIPS, default="one").require_ready(None, makes_video=True)[0] == "clips"
-    assert registry(ONE, TWO, CLIPS, default="one").require_ready(None, makes_video=False)[0] == "one"
-    with pytest.raises(ApiError, match="no model here makes video"):
-        registry(ONE).require_ready(None, makes_video=True)
+    assert both.require_ready(None, TEXT_TO_IMAGE)[0] == "one"
+    assert both.require_ready(None, TEXT_TO_VIDEO)[0] == "clips"
+    assert registry(ONE, CLIPS, default="one").require_ready(None, TEXT_TO_VIDEO)[0] == "clips"
+    assert registry(ONE, TWO, CLIPS, default="one").require_ready(None, TEXT_TO_IMAGE)[0] == "one"
+    with pytest.raises(ApiError, match="none, as no model here is for text-to-video"):
+        registry(ONE).require_ready(None, TEXT_TO_VIDEO)
     assert error_of(registry(ONE, UNSEEN), None) == (400, "model_required")
+
+
+def able(name: str, *tasks: str) -> Model:
+    return replace(ONE, name=name, limits=LIMITS.model_copy(update={"tasks": tasks}))
+
+
+def test_the_default_is_the_only_one_that_does_it_best() -> None:
+    edits = (IMAGE_EDIT, IMAGE_TO_IMAGE)
+    both = registry(able("flux", TEXT_TO_IMAGE, IMAGE_TO_IMAGE), able("kontext", TEXT_TO_IMAGE, IMAGE_EDIT))
+    assert both.require_ready(None, *edits)[0] == "kontext"
+    assert both.require_ready(None, *reversed(edits))[0] == "flux"
+    assert registry(ONE, able("flux", IMAGE_TO_IMAGE)).require_ready(None, *edits)[0] == "flux"
+
+
+def test_a_model_of_other_tasks_is_refused_with_those_that_have_them() -> None:
+    models = registry(ONE, CLIPS, able("flux", TEXT_TO_IMAGE, INPAINTING), able("sd", INPAINTING))
+    with pytest.raises(ApiError, match="'one', which is for text-to-image; allowed: flux, sd") as caught:
+        models.require_ready("one", INPAINTING, IMAGE_EDIT)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (
+        400,
+        "model",
+        "task_not_supported",
+    )
+    with pytest.raises(ApiError, match="allowed: none, as no model here is for inpainting"):
+        registry(ONE).require_ready("one", INPAINTING)
 
 
 def test_unknown_and_ambiguous() -> None:

@@ -7,7 +7,6 @@ import random
 import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
+from hostile_files import (
+    REFUSED,
+    SVG,
+    WHOLE_JPEG,
+    WHOLE_PNG,
+    WHOLE_WEBP,
+    picture,
+    png,
+    save,
+    with_exif,
+)
 from openai_adapter.uploads import decode, to_png
 from PIL import Image, ImageCms
 
@@ -22,87 +32,11 @@ MAX_PIXELS = 1_000_000
 Pixels = npt.NDArray[np.uint8]
 
 
-def picture(mode: str = "RGB") -> Image.Image:
-    """A picture of 48x32 whose top left quarter is red."""
-    image = Image.new("RGB", (48, 32), (0, 0, 255))
-    image.paste((255, 0, 0), (0, 0, 24, 16))
-    return image if mode == "RGB" else image.convert(mode)
-
-
-def save(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def read(png: bytes) -> Pixels:
     with Image.open(io.BytesIO(png)) as image:
         assert (image.format, image.mode) == ("PNG", "RGB")
         assert set(image.info) == set()
         return np.asarray(image)
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png(width: int, height: int, depth: int, colour: int, data: bytes, *more: bytes) -> bytes:
-    """A PNG file by its parts; ``more`` are chunks before the pixels."""
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    chunks = (chunk(b"IHDR", head), *more, chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def with_exif(orientation: object, kind: str = "JPEG") -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return save(picture(), kind, exif=exif, quality=95)
-
-
-FRAMES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
-WHOLE_PNG = save(picture(), "PNG")
-WHOLE_JPEG = save(picture(), "JPEG")
-WHOLE_WEBP = save(picture(), "WEBP")
-SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'
-
-REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "empty_file"),
-    "zero bytes": (bytes(1000), "unsupported_image_format"),
-    "text": (b"a picture of a fox", "unsupported_image_format"),
-    "html": (b"<!doctype html><img src=x>", "unsupported_image_format"),
-    "svg": (SVG, "unsupported_image_format"),
-    "gif": (save(picture(), "GIF"), "unsupported_image_format"),
-    "tiff": (save(picture(), "TIFF"), "unsupported_image_format"),
-    "bmp": (save(picture(), "BMP"), "unsupported_image_format"),
-    "ico": (save(picture(), "ICO"), "unsupported_image_format"),
-    "ppm": (save(picture(), "PPM"), "unsupported_image_format"),
-    "jpeg 2000": (save(picture(), "JPEG2000"), "unsupported_image_format"),
-    "eps, which would start Ghostscript": (save(picture(), "EPS"), "unsupported_image_format"),
-    "pdf": (save(picture(), "PDF"), "unsupported_image_format"),
-    "mp4": (b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41", "unsupported_image_format"),
-    "zip": (b"PK\3\4" + bytes(60), "unsupported_image_format"),
-    "png's signature alone": (WHOLE_PNG[:8], "unsupported_image_format"),
-    "png, cut": (WHOLE_PNG[:-30], "invalid_image"),
-    "png, a bit changed": (WHOLE_PNG[:60] + bytes([WHOLE_PNG[60] ^ 1]) + WHOLE_PNG[61:], "invalid_image"),
-    "png without pixels": (png(8, 8, 8, 2, b""), "invalid_image"),
-    "png of no size": (png(0, 8, 8, 2, b""), "unsupported_image_format"),
-    "png of 20000x20000": (png(20000, 20000, 8, 2, b""), "image_too_large"),
-    "png of 2^31 - 1 squared": (png(2**31 - 1, 2**31 - 1, 8, 2, b""), "image_too_large"),
-    "png above our limit, below Pillow's": (png(1001, 1000, 1, 0, bytes(126 * 1000)), "image_too_large"),
-    "png with a text of 100 MB": (
-        png(8, 8, 8, 2, bytes(200), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100_000_000)))),
-        "invalid_image",
-    ),
-    "jpeg, cut": (WHOLE_JPEG[: len(WHOLE_JPEG) // 2], "invalid_image"),
-    "jpeg's signature alone": (WHOLE_JPEG[:4], "unsupported_image_format"),
-    "jpeg, a header of 65500x65500": (
-        WHOLE_JPEG.replace(struct.pack(">HH", 32, 48), struct.pack(">HH", 65500, 65500), 1),
-        "image_too_large",
-    ),
-    "webp, cut": (WHOLE_WEBP[: len(WHOLE_WEBP) // 2], "invalid_image"),
-    "webp, animated": (save(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "animated_image"),
-    "png, animated": (save(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "animated_image"),
-}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -236,7 +170,7 @@ def test_memory_is_bounded_by_pixels() -> None:
         from peak_memory import peak_memory
         from openai_adapter.uploads import to_png
         from diffusion_backend.errors import DiffusionError
-        from test_uploads import REFUSED, save
+        from hostile_files import REFUSED, save
         data = save(Image.new("P", (4000, 4000)), "PNG", transparency=0)
         start = peak_memory()
         for name in ("png of 20000x20000", "png of 2^31 - 1 squared"):
