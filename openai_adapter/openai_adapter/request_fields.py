@@ -144,6 +144,8 @@ def _is_picture(schema: Mapping[str, Any]) -> bool:
 def _typed(value: object, name: str, schema: Mapping[str, Any]) -> object:
     if isinstance(value, list):
         return [_typed(each, name, schema) for each in value]
+    if isinstance(value, dict) and not _is_picture(schema):  # names and numbers
+        return {key: _typed(each, name, {"type": "number"}) for key, each in value.items()}
     if not isinstance(value, str):
         return value
     if _is_picture(schema):

@@ -58,7 +58,9 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
     ):
         return [(name, weight) for name, weight in value]
     raise invalid(
-        "lora", f"'lora' is {show(value)}; allowed: 'NAME' or 'NAME:WEIGHT', several joined with commas"
+        "lora",
+        f"'lora' is {show(value)}; allowed: 'NAME' or 'NAME:WEIGHT', several joined with commas, "
+        "or an object of names and weights",
     )
 
 

@@ -112,7 +112,9 @@ ALLOWED: dict[str, bytes] = {
     "png of 4000x1": save(Image.new("L", (4000, 1), 9), "PNG"),
     "png of 1 bit": save(picture("1"), "PNG"),
     "png of a palette": save(picture("P"), "PNG"),
-    "png of a palette with a transparent colour": save(picture("P"), "PNG", transparency=0),
+    "png of a palette with a transparent colour": save(
+        picture("P"), "PNG", transparency=picture("P").getpixel((0, 0))
+    ),
     "png of grey with a transparent level": save(picture("L"), "PNG", transparency=29),
     "png of grey and alpha": save(picture("LA"), "PNG"),
     "png of alpha 255": save(picture("RGBA"), "PNG"),

@@ -140,6 +140,7 @@ def test_forms_have_the_types_of_json() -> None:
             "strength": "0.5",
             "image": [json.dumps({"image_url": URL}), URL],
             "seed": "7",
+            "lora": {"ink": "0.5", "oil": "much"},
             "user": "8",
         },
     )
@@ -150,6 +151,7 @@ def test_forms_have_the_types_of_json() -> None:
         "strength": 0.5,
         "image": [{"image_url": URL}, URL],
         "seed": 7,
+        "lora": {"ink": 0.5, "oil": "much"},
         "user": "8",
     }
     assert from_form(ImageRequest, {"n": "0x2", "stream": "True"}) == {"n": "0x2", "stream": "True"}

@@ -220,7 +220,7 @@ def test_variations(client: openai.OpenAI, fox: bytes) -> None:
     files = files_of(answer)
     assert len(set(files)) == 2
     assert answer.size == "64x64"
-    prompt = "a fox on a white background"  # the model's default
+    prompt = "a red apple"  # the model's default
     assert distance(files[0], only(edit(client, fox, {"seed": 3}, prompt=prompt))) <= 1
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.create_variation(image=fox, size="256x256")
