@@ -141,7 +141,7 @@ def test_slices_are_in_order_and_complete(client: DiffusionClient) -> None:
 
 def test_the_fast_tier(client: DiffusionClient) -> None:
     lossless, fast = (client.generate("wan", PROMPT, seed=1, quality=q) for q in ("lossless", "high"))
-    assert fast.info["decode_path"] == "fast"
+    assert (lossless.info["decode_path"], fast.info["decode_path"]) == ("lossless", "fast")
     error = (lossless.frames.astype(int) - fast.frames.astype(int)).astype(float)
     assert -10 * np.log10((error**2).mean() / 255**2 + 1e-20) > 40
 
@@ -161,7 +161,7 @@ def test_requests_of_one_shape_share_the_denoiser(client: DiffusionClient, trito
     one = forwards() - before
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(clip, (1, 2)))
-    assert forwards() - before - one < 2 * one
+    assert forwards() - before - one < 1.75 * one
     assert max(np.abs(a - b).max() for a, b in zip(alone, together, strict=True)) <= 1
 
 
@@ -175,6 +175,7 @@ def test_progress(name: str, client: DiffusionClient) -> None:
     assert told, "nothing was told"
     steps = [answer.info["step"] for answer in told]
     assert steps == sorted(set(steps))
+    assert steps[0] == 1
     assert steps[-1] < 150
     assert {(answer.info["num_inference_steps"], answer.info["is_final"]) for answer in told} == {
         (150, False)
@@ -204,6 +205,7 @@ def test_a_cancel_frees_and_leaks_nothing(
     client: DiffusionClient, triton: TritonServer, progress: bool
 ) -> None:
     """In denoise, and while the clip is decoded and sent: the server's end, in order, says that none is left."""
+    before = count_given_up(triton)
     answers = client.stream("wan", PROMPT, seed=1, num_inference_steps=200, progress=progress)
     if progress:
         assert next(answers).is_progress
@@ -213,10 +215,12 @@ def test_a_cancel_frees_and_leaks_nothing(
             client.generate("wan", PROMPT, num_inference_steps=200, timeout=0.3)
         assert caught.value.status is Status.CANCELLED
     triton_metrics.wait_until_idle(triton.metrics_url, 5)
+    assert count_given_up(triton) == before + 1
     for _ in range(10):
         slices = client.stream("wan", PROMPT, num_inference_steps=2, num_frames=9, progress=progress)
         first: Generation = next(slices)
-        assert first.frames.size or first.is_progress
+        assert first.is_progress == progress
+        assert len(first.frames) == (0 if progress else 2), "the clip has more"
         slices.close()  # type: ignore[attr-defined]
     triton_metrics.wait_until_idle(triton.metrics_url, 5)
     assert pending(triton, "wan") == 0
@@ -235,6 +239,14 @@ def test_cancels_while_clips_wait_for_the_decode(client: DiffusionClient, triton
     assert pending(triton, "wan") == 0
 
 
+def count_given_up(triton: TritonServer) -> float:
+    """Requests of wan that its step engine ended early: it may learn of a deadline before the client's cancel comes."""
+    return sum(
+        triton_metrics.read(triton.metrics_url, "requests_total", model="wan_denoise", outcome=outcome)
+        for outcome in ("cancelled", "deadline")
+    )
+
+
 def pending(triton: TritonServer, model: str) -> float:
     """Requests of the model's stages that Triton has not counted out, after what may yet be under way."""
     deadline = time.monotonic() + 5
@@ -242,12 +254,13 @@ def pending(triton: TritonServer, model: str) -> float:
         request = urllib.request.Request(triton.metrics_url, headers={"Connection": "close"})
         with urllib.request.urlopen(request) as answer:
             lines = answer.read().decode().splitlines()
-        count = sum(
+        counts = [
             float(line.rsplit(" ", 1)[1])
             for line in lines
             if line.startswith("nv_inference_pending_request_count") and f'model="{model}' in line
-        )
-        if not count or time.monotonic() > deadline:
+        ]
+        assert len(counts) >= 3, "Triton counts each stage"
+        if not (count := sum(counts)) or time.monotonic() > deadline:
             return count
         time.sleep(0.05)
 
