@@ -21,6 +21,7 @@ DEFAULT = 64 * 64
 
 def work(index: int, tier: Tier = Tier.FAST, side: int = 64, **decode_arguments: Any) -> Work:
     settings = DecodeSettings(
+        task="text-to-image",
         width=side,
         height=side,
         quality="high",

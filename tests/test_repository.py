@@ -153,7 +153,10 @@ INDEX = (PIPELINE / "model_index.json").read_text()
         ({WEIGHTS: None}, "transformer: it has no weights; allowed: safetensors"),
         ({WEIGHTS: "short"}, "cut short or damaged: diffusion_pytorch_model.safetensors"),
         ({"transformer/a.safetensors.index.json": SHARDS}, "files that are not there: b.safetensors"),
-        ({"model_index.json": INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")}, "not served yet"),
+        (
+            {"model_index.json": INDEX.replace("FluxPipeline", "StableDiffusionImg2ImgPipeline")},
+            "StableDiffusionImg2ImgPipeline cannot be served",
+        ),
         ({"generation_config.json": "{"}, "not valid JSON"),
         ({"generation_config.json": "[]"}, "not a JSON object"),
         ({"generation_config.json": '{"colour": 1}'}, "colour"),
@@ -274,9 +277,15 @@ def test_options_reach_the_configurations(tmp_path: Path) -> None:
         denoise.instance_group[0].KIND_GPU
     }
     assert not denoise.model_transaction_policy.decoupled
-    assert [(w.name, w.batch_size) for w in encode.model_warmup] == [("default", 1), ("default_batch_4", 4)]
+    further = ("", "_image-to-image", "_inpainting")
+    assert [(w.name, w.batch_size) for w in encode.model_warmup] == [
+        (f"default{task}{batch}", count) for task in further for batch, count in (("", 1), ("_batch_4", 4))
+    ]
     assert [(w.name, w.batch_size) for w in denoise.model_warmup] == [
-        (name, 1) for name in ("64x64", "64x64_batch_4", "128x64", "128x64_batch_4")
+        (f"{size}{task}{batch}", 1)
+        for size in ("64x64", "128x64")
+        for task in further
+        for batch in ("", "_batch_4")
     ]
     assert {w.name: w.batch_size for w in vae_decode.model_warmup} == {
         f"{size}{batch}_{quality}": 4 if batch else 1
@@ -384,10 +393,10 @@ def test_check_list_and_remove_on_the_command_line(
     )
     assert cli.main(["list", "--repository", str(rebuilt)]) == 0
     assert "emoji-flux" in capsys.readouterr().out
-    index = INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")
+    index = INDEX.replace("FluxPipeline", "StableDiffusionImg2ImgPipeline")
     edits: list[tuple[dict[str, str | None], str]] = [
         ({WEIGHTS: None}, "refused: transformer: it has no weights"),
-        ({"model_index.json": index}, "refused: FluxImg2ImgPipeline cannot be served: it takes an image"),
+        ({"model_index.json": index}, "refused: StableDiffusionImg2ImgPipeline cannot be served: "),
     ]
     for number, (edit, words) in enumerate(edits):
         source = broken_copy(tmp_path / str(number), edit)

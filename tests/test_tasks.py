@@ -99,6 +99,14 @@ def test_strengths_that_are_refused(value: object, words: str) -> None:
     assert caught.value.param == "strength"
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 9, 20, 49, 200])
+def test_the_least_strength_that_is_named_is_allowed(steps: int) -> None:
+    with pytest.raises(DiffusionError) as caught:
+        tasks.check_strength(INPAINTING, 0.0049, steps, has_default=True)
+    least = float(str(caught.value).rpartition(" ")[2])
+    assert tasks.check_strength(INPAINTING, least, steps, has_default=True) == least
+
+
 def test_a_task_without_a_strength_takes_none() -> None:
     assert tasks.check_strength(TEXT_TO_IMAGE, None, 20, has_default=False) is None
     with pytest.raises(DiffusionError, match="allowed for text-to-image: none"):

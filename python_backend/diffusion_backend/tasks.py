@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from diffusion_backend.errors import invalid
@@ -107,7 +108,7 @@ def check_strength(task: str, value: object, num_inference_steps: int, *, has_de
         raise invalid(
             "strength",
             f"'strength' is {value} with num_inference_steps {num_inference_steps}, of which that leaves none; "
-            f"allowed: at least {1 / num_inference_steps:g}",
+            f"allowed: at least {math.ceil(1e6 / num_inference_steps) / 1e6:g}",
         )
     return float(value)
 

@@ -67,7 +67,7 @@ class FourRequests:
         if scale is not None:
             # Not down to 1, where guidance is off and the pipeline makes other calls.
             parameters["guidance_scale"] = scale + number
-        return resolve(self._limits, PROMPTS[number], None, parameters)
+        return resolve(self._limits, PROMPTS[number], None, parameters, images=self._limits.max_images)
 
     def run(
         self, number: int, denoiser: Denoiser | None = None, prepare: seams.Prepare | None = None

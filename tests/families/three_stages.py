@@ -38,7 +38,8 @@ def limits_of(family: Family, folder: Path) -> ModelLimits:
     return ModelLimits(
         source=str(folder),
         pipeline_class=family.pipeline,
-        task=family.task,
+        tasks=(family.task,),
+        max_images=int(family.takes_image),
         created=0,
         default_prompt=PROMPT,
         default_width=given.pop("width", 32),
@@ -68,7 +69,7 @@ class Made:
 
 
 def settings_of(limits: ModelLimits) -> Settings:
-    return resolve(limits, PROMPT, None, {"seed": SEED})
+    return resolve(limits, PROMPT, None, {"seed": SEED}, images=limits.max_images)
 
 
 def arguments_of(
@@ -116,7 +117,7 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
     wire = np.ascontiguousarray(denoised.latents[0].numpy())
     assert wire.dtype == np.float32
     sent = DecodeSettings(
-        **settings.model_dump(include={"width", "height", "quality", "seed", "guidance_scale"}),
+        **settings.model_dump(include={"width", "height", "task", "quality", "seed", "guidance_scale"}),
         num_inference_steps=settings.num_inference_steps,
         step=settings.num_inference_steps,
         is_final=True,
