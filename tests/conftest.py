@@ -51,6 +51,18 @@ def server(model_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Keep to two cores, and to the same random numbers in every run."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say again which checks of ``./test`` failed: its output ends with pytest's summary."""
     if failed := os.environ.get("FAILED_CHECKS"):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -40,6 +41,17 @@ def running_postgres() -> Iterator[str]:
     if url := os.environ.get(URL_VARIABLE):
         yield url
         return
+    with own_postgres() as url:
+        yield url
+
+
+@contextmanager
+def own_postgres() -> Iterator[str]:
+    """The URL of a server that is started here, for who stops it.
+
+    Raises:
+        LaunchError: none can be started.
+    """
     with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
         yield from _serve(Path(folder))
 
@@ -54,6 +66,24 @@ def new_database(server_url: str) -> Iterator[str]:
             yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
         finally:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@contextmanager
+def frozen(server_url: str) -> Iterator[None]:
+    """A server on this machine, of which no process runs: it takes connections and requests, and answers none."""
+    with psycopg.connect(server_url) as connection:
+        backend = Path(f"/proc/{connection.info.backend_pid}/stat").read_text()
+        server = int(backend.rpartition(")")[2].split()[1])  # its parent
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        pids = [server, *map(int, children)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _serve(folder: Path) -> Iterator[str]:

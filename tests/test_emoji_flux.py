@@ -1,8 +1,7 @@
-"""The embedded model: small enough for the repository, draws what it is asked for, and its recipe learns."""
+"""The embedded model of pictures: draws what it is asked for, and its recipe learns."""
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,11 @@ import torch
 import train_flux
 import train_vae
 from diffusers import AutoencoderKL, FluxPipeline
-from safetensors import safe_open
 
 MODEL = Path(__file__).resolve().parents[1] / "model_repository/emoji-flux"
 PIPELINE = MODEL / "pipeline"
 
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """Keep to two cores, and to the same random numbers in every run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +30,6 @@ def tiles() -> torch.Tensor:
 def vae() -> Any:
     """The given autoencoder, a fresh one for each test since training changes it."""
     return AutoencoderKL.from_pretrained(PIPELINE / "vae", dtype=torch.float32)
-
-
-def test_weights_are_small_and_half_precision() -> None:
-    """At most 16 MB in all, and every tensor fp16."""
-    weights = sorted(PIPELINE.rglob("*.safetensors"))
-    assert len(weights) == 4
-    assert sum(path.stat().st_size for path in weights) <= 16_000_000
-    assert not [path for pattern in ("*.bin", "*.pt", "*.ckpt") for path in MODEL.rglob(pattern)]
-    for path in weights:
-        with safe_open(path, "pt") as tensors:
-            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}, path  # noqa: SIM118
-
-
-def test_serving_defaults_are_those_of_the_recipe() -> None:
-    """Retraining gives a folder with the same defaults."""
-    assert json.loads((PIPELINE / "generation_config.json").read_text()) == train_flux.SERVING_DEFAULTS
 
 
 def test_references_have_a_tile_for_every_name(tiles: torch.Tensor) -> None:

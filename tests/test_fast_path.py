@@ -23,6 +23,7 @@ from diffusers import (
 )
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from diffusion_backend import fast_layers, fast_path
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
 from diffusion_backend.fast_path_gate import (
@@ -31,6 +32,7 @@ from diffusion_backend.fast_path_gate import (
     use_vae_fast_path,
 )
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 KL = {
     "down_block_types": ["DownEncoderBlock2D"] * 3,
@@ -138,6 +140,29 @@ def test_a_residual_sum_is_made_where_its_terms_are(
     assert (made.data_ptr() == term.data_ptr()) is has_operation
     ulps = (made - exact).abs() / (exact.abs() * torch.finfo(torch.bfloat16).eps)
     assert (ulps.max().item() < 0.51) is has_operation
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (3, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("frames", [1, 2, 4])
+@pytest.mark.parametrize("cached", [0, 1, 2])
+def test_a_causal_convolution_is_what_it_was(kernel: tuple[int, int, int], frames: int, cached: int) -> None:
+    torch.manual_seed(0)
+    padding = tuple(side // 2 for side in kernel)
+    conv = WanCausalConv3d(5, 7, kernel, padding=padding).double().requires_grad_(False)
+    x, cache = torch.randn(2, 5, frames, 6, 4).double(), torch.randn(2, 5, cached, 6, 4).double()
+    earlier = cache if cached else None
+    assert (fast_layers.CausalConv3d(conv)(x, earlier) - conv(x, earlier)).abs().max() < 1e-13
+
+
+def test_a_single_frame_costs_a_third() -> None:
+    conv = WanCausalConv3d(5, 7, 3, padding=1).requires_grad_(False)
+    x = torch.randn(1, 5, 1, 6, 4)
+    flops = []
+    for each in (fast_layers.CausalConv3d(conv), conv):
+        with FlopCounterMode(display=False) as counter:
+            each(x)
+        flops.append(counter.get_total_flops())
+    assert flops[1] == 3 * flops[0] > 0
 
 
 def test_what_was_rewritten_is_counted() -> None:
@@ -376,6 +401,12 @@ def _with_other_upsampling() -> Any:
     return vae
 
 
+def _with_borders_of_its_own() -> Any:
+    vae = AutoencoderKLWan(base_dim=16)
+    vae.decoder.conv_in._padding = (1, 0, 1, 1, 2, 0)
+    return vae
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -388,6 +419,7 @@ def _with_other_upsampling() -> Any:
         (_with_other_activation, "not followed by SiLU"),
         (_with_other_layer, "decoder.conv_in is a Sequential, which is not known"),
         (_with_other_upsampling, "not a plain 3x3 convolution"),
+        (_with_borders_of_its_own, "not one that looks back only"),
     ],
 )
 def test_what_is_not_known_is_refused_whole(build: Callable[[], Any], reason: str) -> None:

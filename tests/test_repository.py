@@ -375,6 +375,13 @@ def test_check_list_and_remove_on_the_command_line(
     printed = capsys.readouterr().out
     assert re.search(r"transformer +FluxTransformer2DModel +1 files +10,282,944 bytes", printed)
     assert re.search(r"encode +loads +1,212,512 bytes", printed)
+    assert "serves text-to-image, by default 64x64, 20 steps\n" in printed
+    assert cli.main(["check", str(REPOSITORY / "emoji-wan/pipeline")]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "serves text-to-video, by default 64x64, 17 frames at 8 fps, 20 steps; 1 to 33 frames, in steps of 4"
+        in printed
+    )
     assert cli.main(["list", "--repository", str(rebuilt)]) == 0
     assert "emoji-flux" in capsys.readouterr().out
     index = INDEX.replace("FluxPipeline", "FluxImg2ImgPipeline")

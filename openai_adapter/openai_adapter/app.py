@@ -115,4 +115,5 @@ def _middleware(settings: Settings, measured: metrics.Metrics) -> list[Middlewar
             uploads_limit=settings.max_body_bytes + settings.max_base64_bytes,
         )
     )
+    stack.append(Middleware(middleware.Forms))
     return stack

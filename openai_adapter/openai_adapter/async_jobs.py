@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sqlalchemy.exc import TimeoutError as DatabaseTimeoutError
+
 from openai_adapter.database import Database
 from openai_adapter.job_queue import Claim, JobQueue
 from openai_adapter.job_store import JobStore
@@ -18,17 +20,22 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 THREADS = 4
+ANSWER_SECONDS = 10.0
 
 
 def _in_thread(
-    part: Callable[[AsyncJobs], S], method: Callable[Concatenate[S, P], T]
+    part: Callable[[AsyncJobs], S], method: Callable[Concatenate[S, P], T], seconds: float | None = None
 ) -> Callable[Concatenate[AsyncJobs, P], Coroutine[Any, Any, T]]:
-    """``method`` of a part of the jobs, as a coroutine."""
+    """``method`` of a part of the jobs, as a coroutine; it is waited for at most ``seconds``."""
 
     @functools.wraps(method)
     async def call(self: AsyncJobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
         work = functools.partial(method, part(self), *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        except TimeoutError:
+            raise DatabaseTimeoutError(f"the database did not answer within {seconds} s") from None
 
     return call
 
@@ -44,7 +51,9 @@ def _queue(jobs: AsyncJobs) -> JobQueue:
 class AsyncJobs:
     """The methods of ``JobStore`` and ``JobQueue``, as coroutines.
 
-    They have threads of their own: in the loop's, heartbeats would wait behind the clips that are being encoded.
+    They have threads of their own: in the loop's, heartbeats would wait behind the clips that are being encoded. What
+    a request waits for ends with ``sqlalchemy.exc.TimeoutError`` where the database does not answer, as one that is
+    frozen; whether it is done when it answers again is not known then. What a worker does waits as long as it takes.
     """
 
     def __init__(self, database: Database, ttl: float) -> None:
@@ -52,12 +61,13 @@ class AsyncJobs:
         self.queue = JobQueue(database, ttl)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="jobs")
 
-    create = _in_thread(_store, JobStore.create)
-    find_by_key = _in_thread(_store, JobStore.find_by_key)
-    get = _in_thread(_store, JobStore.get)
-    image_of = _in_thread(_store, JobStore.image_of)
-    list_page = _in_thread(_store, JobStore.list_page)
-    delete = _in_thread(_store, JobStore.delete)
+    create = _in_thread(_store, JobStore.create, ANSWER_SECONDS)
+    find_by_key = _in_thread(_store, JobStore.find_by_key, ANSWER_SECONDS)
+    get = _in_thread(_store, JobStore.get, ANSWER_SECONDS)
+    image_of = _in_thread(_store, JobStore.image_of, ANSWER_SECONDS)
+    list_page = _in_thread(_store, JobStore.list_page, ANSWER_SECONDS)
+    delete = _in_thread(_store, JobStore.delete, ANSWER_SECONDS)
+    is_claimable = _in_thread(_queue, JobQueue.is_claimable, ANSWER_SECONDS)
     read_image = _in_thread(_queue, JobQueue.read_image)
     heartbeat = _in_thread(_queue, JobQueue.heartbeat)
     report_progress = _in_thread(_queue, JobQueue.report_progress)
@@ -65,7 +75,6 @@ class AsyncJobs:
     fail = _in_thread(_queue, JobQueue.fail)
     release = _in_thread(_queue, JobQueue.release)
     discard = _in_thread(_queue, JobQueue.discard)
-    count_unfinished = _in_thread(_queue, JobQueue.count_unfinished)
     _claim = _in_thread(_queue, JobQueue.claim)
 
     async def claim(

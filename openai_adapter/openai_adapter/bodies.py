@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn
+from urllib.parse import unquote_to_bytes
 
 from diffusion_backend.errors import show
 from starlette.datastructures import FormData, UploadFile
@@ -69,11 +70,11 @@ def parse_json_object(text: str, field: str | None = None) -> dict[str, Any]:
 async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
     """The fields of a request whose body is a JSON object or a form.
 
-    Those of a form are texts, files (``UploadFile``), and for names such as ``a[b]`` objects of such. Who reads a file
-    does so before the request is answered. ``max_field_bytes``: of one that is a text.
+    Those of a form are texts, files (``UploadFile``), and for names such as ``a[b]`` objects of such. The files are
+    open until the request is answered (``middleware.Forms``). ``max_field_bytes``: of one that is a text.
 
     Raises:
-        ApiError: as ``read_json_object``; 400 for a form that is none, or that has a field twice.
+        ApiError: as ``read_json_object``; 400 for a form that is none, or has a field twice or not in UTF-8.
     """
     if not is_form(request):
         if _media_type(request) != _JSON:
@@ -87,6 +88,7 @@ async def read_fields(request: Request, max_field_bytes: int) -> dict[str, Any]:
         raise ApiError(400, f"the body is not a form: {error.message}", code="invalid_form") from None
     except (KeyError, ValueError):
         raise ApiError(400, "the body is not a form", code="invalid_form") from None
+    request.state.form = form
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
         _put(fields, name, value)
@@ -99,18 +101,43 @@ def is_form(request: Request) -> bool:
 
 
 class _Multipart(MultiPartParser):
-    """Starlette's drops the last part without a word where the body ends within it."""
+    """Starlette's drops the last part without a word where the body ends within it, and reads what is not UTF-8 as
+    Latin-1.
+    """
 
     has_ended = False
+
+    def on_part_begin(self) -> None:
+        if self._charset != "utf-8":
+            raise MultiPartException("Its charset is not UTF-8.")
+        super().on_part_begin()
+
+    def on_part_end(self) -> None:
+        part = self._current_part
+        if part.file is None:
+            _decode(bytes(part.data), part.field_name)
+        super().on_part_end()
 
     def on_end(self) -> None:
         self.has_ended = True
 
 
+class _UrlEncoded(FormParser):
+    """Starlette's reads as Latin-1 what is UTF-8 and not escaped, and puts U+FFFD for what is neither."""
+
+    def on_field_end(self) -> None:
+        super().on_field_end()
+        raw_name, raw_value = (
+            unquote_to_bytes(bytes(raw).replace(b"+", b" ")) for raw in (self._field_name, self._field_value)
+        )
+        name = raw_name.decode(errors="backslashreplace")
+        self._items[-1] = (name, _decode(raw_value, name))
+
+
 async def _parse_form(request: Request, max_field_bytes: int) -> FormData:
     async with aclosing(request.stream()) as stream:
         if _media_type(request) != _MULTIPART:
-            urlencoded = FormParser(
+            urlencoded = _UrlEncoded(
                 request.headers, stream, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
             )
             return await urlencoded.parse()
@@ -132,6 +159,18 @@ def _put(fields: dict[str, Any], name: str, value: str | UploadFile) -> None:
     if not isinstance(target, dict) or key in target:
         raise ApiError(400, f"the body has {show(name)} twice", param=name, code="duplicate_field")
     target[key] = value
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400,
+            f"the field {show(name)} is not valid UTF-8: {error.reason} at byte {error.start}; allowed: UTF-8",
+            param=name,
+            code="invalid_unicode",
+        ) from None
 
 
 def _media_type(request: Request) -> str:

@@ -13,8 +13,14 @@ from typing import Any
 from starlette.requests import Request
 
 from openai_adapter.async_jobs import AsyncJobs
-from openai_adapter.errors import DO_NOT_RETRY, ApiError
-from openai_adapter.job_store import Created, Idempotency, IdempotencyConflictError, NewJob
+from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
+from openai_adapter.job_store import (
+    Created,
+    Idempotency,
+    IdempotencyConflictError,
+    NewJob,
+    QueueFullError,
+)
 from openai_adapter.job_table import Job
 
 _HEADER = "idempotency-key"
@@ -47,12 +53,14 @@ async def create_job(jobs: AsyncJobs, new: NewJob) -> Created:
     """A new job, or the one that the same request has made.
 
     Raises:
-        ApiError: 409, the key was used for another body.
+        ApiError: 409, the key was used for another body; 503, there are ``max_unfinished`` already.
     """
     try:
         return await jobs.create(new)
     except IdempotencyConflictError as error:
         raise _to_api_error(error) from None
+    except QueueFullError as error:
+        raise unavailable(f"the server is busy: {error}", "queue_full") from None
 
 
 async def find_job(jobs: AsyncJobs, kind: str, caller: str, idempotency: Idempotency) -> Job | None:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, read_clock
-from openai_adapter.job_table import EXISTS, UNFINISHED, FileEntry, Job, JobStatus, bury, is_free
+from openai_adapter.job_table import EXISTS, FileEntry, Job, JobStatus, bury, is_free
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 NEVER_STARTED = "never_started"
@@ -75,6 +75,12 @@ class JobQueue:
             job.heartbeat_at = now
             job.lease_until = now + lease_seconds
         return Claim(job, job.token, lease_seconds)
+
+    def is_claimable(self, job_id: str) -> bool:
+        """Whether nobody works on the job: by the clock that leases go by, and without a lock."""
+        with self._database.reading() as session:
+            query = select(Job.id).where(Job.id == job_id, is_free(read_clock(session)))
+            return session.scalar(query) is not None
 
     def read_image(self, claim: Claim) -> bytes | None:
         """The image that came with the job, if any.
@@ -179,13 +185,6 @@ class JobQueue:
         with self._database.writing() as session:
             now = read_clock(session)
             return _fail_exhausted(session, now, None, self.ttl) + _fail_old(session, now, self.ttl)
-
-    def count_unfinished(self, kind: str) -> dict[JobStatus, int]:
-        """How many jobs wait, and how many are worked on."""
-        query = select(Job.status, func.count()).where(Job.kind == kind, UNFINISHED).group_by(Job.status)
-        with self._database.reading() as session:
-            found = session.execute(query).all()
-        return {JobStatus.QUEUED: 0, JobStatus.IN_PROGRESS: 0} | {row[0]: row[1] for row in found}
 
     @contextmanager
     def _hold(self, claim: Claim) -> Iterator[tuple[Job, float]]:

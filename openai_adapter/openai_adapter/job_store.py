@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusion_backend.errors import invalid, show
-from sqlalchemy import ColumnElement, and_, insert, select
+from sqlalchemy import ColumnElement, and_, func, insert, select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, Lock, read_clock
@@ -21,7 +21,7 @@ from openai_adapter.job_pages import (
     check_order,
     select_page,
 )
-from openai_adapter.job_table import EXISTS, Job, JobStatus, bury
+from openai_adapter.job_table import EXISTS, UNFINISHED, Job, JobStatus, bury
 
 MAX_ATTEMPTS = 3
 _KEY = re.compile(r"[!-~]{1,255}")
@@ -52,7 +52,8 @@ class NewJob:
 
     ``caller`` is whose it is, a digest of the API key: jobs and idempotency keys of one caller don't exist for others.
     ``image`` is a file that the work needs. ``max_attempts``: how often work on it may begin. ``ttl``: after how many
-    seconds it is removed though nobody has finished it; None for never.
+    seconds it is removed though nobody has finished it; None for never. ``max_unfinished``: how many jobs of its kind
+    there may be that are not finished, with this one; None for any number.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class NewJob:
     idempotency: Idempotency | None = None
     max_attempts: int = MAX_ATTEMPTS
     ttl: float | None = None
+    max_unfinished: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class IdempotencyConflictError(Exception):
     """An ``Idempotency-Key`` comes again with another body."""
 
 
+class QueueFullError(Exception):
+    """As many jobs of this kind wait or are worked on as may."""
+
+
 class JobStore:
     """The table of jobs. All methods block: call them in a worker thread."""
 
@@ -96,11 +102,15 @@ class JobStore:
 
         Raises:
             IdempotencyConflictError: the key was used for a request with another body.
+            QueueFullError: ``max_unfinished`` jobs are there already.
         """
-        # One at a time, so that jobs appear in the order of their sequence, and a key is used once.
+        # One at a time, so that jobs appear in the order of their sequence, and a key, or the last place in the queue,
+        # is used once.
         with self._database.writing(Lock.CREATE) as session:
             if new.idempotency and (known := _find_by_key(session, new.kind, new.caller, new.idempotency)):
                 return Created(known, is_new=False)
+            if new.max_unfinished is not None:
+                _require_room(session, new.kind, new.max_unfinished)
             return Created(_insert(session, new), is_new=True)
 
     def find_by_key(self, kind: str, caller: str, idempotency: Idempotency) -> Job | None:
@@ -167,6 +177,13 @@ def _find_by_key(session: Session, kind: str, caller: str, idempotency: Idempote
     if known is not None and known.body_digest != idempotency.body_digest:
         raise IdempotencyConflictError(f"{show(idempotency.key)} was used for a request with another body")
     return known
+
+
+def _require_room(session: Session, kind: str, max_unfinished: int) -> None:
+    unfinished = session.scalar(select(func.count()).select_from(Job).where(Job.kind == kind, UNFINISHED))
+    assert unfinished is not None
+    if unfinished >= max_unfinished:
+        raise QueueFullError(f"{unfinished} {kind}s are waiting or being made")
 
 
 def _insert(session: Session, new: NewJob) -> Job:

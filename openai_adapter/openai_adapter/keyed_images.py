@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -126,8 +125,7 @@ class KeyedImages:
 
     async def _claim(self, job: Job) -> Claim | None:
         """The right to make the images, unless somebody else has it."""
-        # By this machine's clock, which need not be the database's: a look more or less.
-        if job.lease_until is not None and job.lease_until > time.time():
+        if not await self._jobs.is_claimable(job.id):
             return None
         return await self._jobs.claim(KIND, worker_name(), LEASE_SECONDS, job_id=job.id)
 

@@ -1,4 +1,4 @@
-"""Pure ASGI middleware, outermost first: request ids, metrics, CORS, failures, API keys, body size."""
+"""Pure ASGI middleware, outermost first: request ids, metrics, CORS, failures, API keys, body size, forms."""
 
 from __future__ import annotations
 
@@ -223,3 +223,14 @@ class BodyLimit(HttpMiddleware):
             left -= len(message.get("body", b""))
             if not message.get("more_body", False):
                 return
+
+
+class Forms(HttpMiddleware):
+    """Closes the files of a request's form (``bodies.read_fields``) once it is answered."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if (form := scope["state"].get("form")) is not None:
+                await form.close()

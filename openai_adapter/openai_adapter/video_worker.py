@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from diffusion_backend.client import check_slice, require_final
 from diffusion_backend.errors import DiffusionError, Status
@@ -35,6 +36,9 @@ from openai_adapter.video_files import VideoFiles
 from openai_adapter.video_request import VideoRequest
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 KIND = "video"
 _POLL_SECONDS = 0.5
@@ -198,9 +202,9 @@ class VideoWorker:
                         lease.report(100 * last.info["step"] // settings.num_inference_steps)
                     else:
                         check_slice(last, count)
-                        await in_thread(files.add, last.frames)
+                        await _take(files.add, last.frames)
                         count += len(last.frames)
-            return _Made(await in_thread(files.finish), require_final(last).info)
+            return _Made(await _take(files.finish), require_final(last).info)
 
     def _ask(self, model: str, settings: VideoSettings, image: bytes | None) -> dict[str, Any]:
         """The arguments of the client: progress where the model's stages tell of it."""
@@ -213,6 +217,18 @@ class VideoWorker:
             "image": image,
             "timeout": self._timeout,
         }
+
+
+async def _take(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``work`` on the server's frames returns, in a thread.
+
+    Raises:
+        DiffusionError: INTERNAL, they are not those that were asked for. The next attempt would bring the same ones.
+    """
+    try:
+        return await in_thread(work, *args, **kwargs)
+    except ValueError as error:
+        raise DiffusionError(f"the server sent the wrong frames: {error}", code="wrong_frames") from error
 
 
 def _may_pass(error: Exception) -> bool:

@@ -15,11 +15,11 @@ from openai_adapter import idempotency, uploads, video_answers, video_request
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.bodies import is_form, read_fields, read_json_object
 from openai_adapter.byte_ranges import serve_bytes
-from openai_adapter.errors import DO_NOT_RETRY, ApiError, unavailable
+from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.image_references import ImageReferences
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_pages import DEFAULT_LIMIT, DEFAULT_ORDER, parse_limit
-from openai_adapter.job_store import NewJob
+from openai_adapter.job_store import Idempotency, NewJob
 from openai_adapter.job_table import Job, JobStatus
 from openai_adapter.middleware import caller_of
 from openai_adapter.registry import Registry
@@ -77,6 +77,7 @@ class Videos:
 
     async def create(self, request: Request) -> Job:
         """A job from the request's body, or the one that it made before with the same key."""
+        _read_query(request)
         fields = await read_fields(request, self._max_field_bytes)
         given = unwrap(fields)
         if is_form(request):
@@ -88,34 +89,38 @@ class Videos:
             return known
         model, limits = self._registry.require_ready(asked.model, makes_video=True)
         plan = video_request.plan(asked, limits)
-        await self._require_room()
         content = {
             "settings": plan.settings.model_dump(),
             "seconds": plan.seconds,
             "remixed_from_video_id": None,
         }
         image = await self._read_image(asked.input_reference, plan)
-        return await self._submit(NewJob(KIND, caller_of(request), model, content, image, key))
+        return await self._submit(request, model, content, image, key)
 
     async def remix(self, request: Request, video_id: str) -> Job:
         """A job for the same video with another prompt: same settings, same seed, same image."""
+        _read_query(request)
         given = unwrap(await read_json_object(request))
         prompt = video_request.parse_remix(given)
         key = idempotency.read_idempotency(request, given)
         if key and (known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key)):
             return known
-        source = await self.find(request, video_id)
+        source = await self._find(request, video_id)
         _require_completed(source)
         model, limits = self._registry.require_ready(source.model, makes_video=True)
         settings = video_request.plan_remix(prompt, source.request["settings"], limits)
-        await self._require_room()
         content = {**source.request, "settings": settings.model_dump(), "remixed_from_video_id": source.id}
         image = await self._jobs.image_of(KIND, caller_of(request), video_id)
         if image is None and limits.takes_image:  # it was deleted meanwhile
             raise _no_such_video(video_id)
-        return await self._submit(NewJob(KIND, caller_of(request), model, content, image, key))
+        return await self._submit(request, model, content, image, key)
 
-    async def find(self, request: Request, video_id: str) -> Job:
+    async def retrieve(self, request: Request, video_id: str) -> Job:
+        """The job of that id, as it is."""
+        _read_query(request)
+        return await self._find(request, video_id)
+
+    async def _find(self, request: Request, video_id: str) -> Job:
         """The job of that id.
 
         Raises:
@@ -128,6 +133,7 @@ class Videos:
 
     async def delete(self, request: Request, video_id: str) -> dict[str, Any]:
         """Purge the job and its files; its work is cancelled."""
+        _read_query(request)
         deletion = await self._jobs.delete(KIND, caller_of(request), video_id)
         if deletion is None:
             raise _no_such_video(video_id)
@@ -155,7 +161,7 @@ class Videos:
         if variant not in _VARIANTS:
             allowed = ", ".join(f"'{name}'" for name in _VARIANTS)
             raise invalid("variant", f"'variant' is {show(variant)}; allowed: {allowed}")
-        job = await self.find(request, video_id)
+        job = await self._find(request, video_id)
         _require_completed(job)
         entry = job.files[variant]
         part = _VARIANTS[variant]
@@ -178,15 +184,17 @@ class Videos:
         async with self._decoding:
             return await asyncio.to_thread(uploads.to_png, file, "input_reference", self._max_pixels, size)
 
-    async def _require_room(self) -> None:
-        """Requests that come together may be a few more."""
-        unfinished = sum((await self._jobs.count_unfinished(KIND)).values())
-        if unfinished >= self._max_unfinished:
-            raise unavailable(
-                f"the server is busy: {unfinished} videos are waiting or being made", "queue_full"
-            )
-
-    async def _submit(self, new: NewJob) -> Job:
+    async def _submit(
+        self,
+        request: Request,
+        model: str,
+        content: Mapping[str, Any],
+        image: bytes | None,
+        key: Idempotency | None,
+    ) -> Job:
+        new = NewJob(
+            KIND, caller_of(request), model, content, image, key, max_unfinished=self._max_unfinished
+        )
         created = await idempotency.create_job(self._jobs, new)
         if created.is_new:
             self._worker.wake()
@@ -224,7 +232,7 @@ def routes(videos: Videos) -> APIRouter:
     @router.get("/{video_id}")
     async def retrieve(request: Request, video_id: str) -> Response:
         """How far a video is."""
-        return _answer(await videos.find(request, video_id))
+        return _answer(await videos.retrieve(request, video_id))
 
     @router.delete("/{video_id}")
     async def delete(request: Request, video_id: str) -> Response:
@@ -272,7 +280,7 @@ def _read_query(request: Request, *allowed: str) -> Mapping[str, str]:
     query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in allowed:
-            names = ", ".join(allowed)
+            names = ", ".join(allowed) or "none in the query"
             raise invalid(
                 name, f"{show(name)} is not a known parameter; allowed: {names}", "unknown_parameter"
             )

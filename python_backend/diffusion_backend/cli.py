@@ -139,7 +139,7 @@ def _parse_loras(given: Sequence[str]) -> dict[str, str]:
 def _check(args: argparse.Namespace) -> int:
     from diffusion_backend.inspection import inspect_pipeline, stage_bytes
     from diffusion_backend.loading import open_pipeline, quiet_libraries
-    from diffusion_backend.repository import find_problems
+    from diffusion_backend.repository import examine
 
     quiet_libraries()
     pipeline = open_pipeline(args.source)
@@ -152,12 +152,14 @@ def _check(args: argparse.Namespace) -> int:
         )
     for stage, size in stage_bytes(components).items():
         print(f"{stage.value:<20} loads {size:>16,} bytes")
-    problems = find_problems(args.source)
-    for problem in problems:
-        print(f"refused: {problem}")
-    if not problems:
-        _warn_of_mixed_dtypes(pipeline)
-    return 1 if problems else 0
+    limits = examine(args.source)
+    if isinstance(limits, list):
+        for problem in limits:
+            print(f"refused: {problem}")
+        return 1
+    print(f"serves {limits.task}, by default {_defaults(limits)}{_frame_limits(limits)}")
+    _warn_of_mixed_dtypes(pipeline)
+    return 0
 
 
 def _warn_of_mixed_dtypes(pipeline: PipelineFolder) -> None:
@@ -178,14 +180,24 @@ def _list(args: argparse.Namespace) -> int:
         revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
             f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
-            f"{limits.default_width}x{limits.default_height}{_frames(limits)} "
-            f"{limits.default_num_inference_steps} steps, from {limits.source}{revision}{_loras(limits)}"
+            f"{_defaults(limits)}, from {limits.source}{revision}{_loras(limits)}"
         )
     return 1 if any(isinstance(limits, str) for limits in models.values()) else 0
 
 
-def _frames(limits: ModelLimits) -> str:
-    return f" {limits.default_num_frames} frames at {limits.default_fps} fps," if limits.makes_video else ""
+def _defaults(limits: ModelLimits) -> str:
+    frames = f"{limits.default_num_frames} frames at {limits.default_fps} fps, " if limits.makes_video else ""
+    return (
+        f"{limits.default_width}x{limits.default_height}, {frames}{limits.default_num_inference_steps} steps"
+    )
+
+
+def _frame_limits(limits: ModelLimits) -> str:
+    if not limits.makes_video:
+        return ""
+    return (
+        f"; {limits.min_num_frames} to {limits.max_num_frames} frames, in steps of {limits.num_frames_step}"
+    )
 
 
 def _loras(limits: ModelLimits) -> str:

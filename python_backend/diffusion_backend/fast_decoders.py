@@ -22,7 +22,14 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from diffusion_backend.fast_layers import FoldedAttention, GroupNormSiLU, Resnet, RmsNormSiLU, Upsample
+from diffusion_backend.fast_layers import (
+    CausalConv3d,
+    FoldedAttention,
+    GroupNormSiLU,
+    Resnet,
+    RmsNormSiLU,
+    Upsample,
+)
 
 VAES = (AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLWan, AutoencoderKLQwenImage)
 
@@ -183,19 +190,32 @@ def _rewrite_wan_resample(layer: Any) -> nn.Module:
     return layer  # type: ignore[no-any-return]
 
 
+def _rewrite_causal_conv(conv: Any) -> CausalConv3d:
+    _require(
+        conv.stride == conv.dilation == (1, 1, 1) and conv.groups == 1 and conv.padding_mode == "zeros",
+        "a plain convolution",
+    )
+    left, right, top, bottom, before, after = conv._padding
+    causal = left == right and top == bottom and after == 0 and before == conv.kernel_size[0] - 1
+    _require(causal, "one that looks back only, between equal borders")
+    return CausalConv3d(conv)
+
+
 _REWRITES: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     Decoder: _rewrite_decoder,
     ResnetBlock2D: _rewrite_resnet,
     Upsample2D: _rewrite_upsample,
     Attention: _rewrite_attention,
+    wan.WanCausalConv3d: _rewrite_causal_conv,
     wan.WanDecoder3d: _rewrite_wan_decoder,
     wan.WanResidualBlock: _rewrite_wan_block,
     wan.WanResample: _rewrite_wan_resample,
+    qwen.QwenImageCausalConv3d: _rewrite_causal_conv,
     qwen.QwenImageDecoder3d: _rewrite_wan_decoder,
     qwen.QwenImageResidualBlock: _rewrite_wan_block,
     qwen.QwenImageResample: _rewrite_wan_resample,
 }
-_FAST_LAYERS = (GroupNormSiLU, RmsNormSiLU, Resnet, Upsample, FoldedAttention)
+_FAST_LAYERS = (CausalConv3d, GroupNormSiLU, RmsNormSiLU, Resnet, Upsample, FoldedAttention)
 # What stays as it is: convolutions, and what only calls its parts.
 _KEPT = {
     nn.Conv2d,
@@ -206,13 +226,11 @@ _KEPT = {
     UpDecoderBlock2D,
     wan.DupUp3D,
     wan.WanAttentionBlock,
-    wan.WanCausalConv3d,
     wan.WanMidBlock,
     wan.WanResidualUpBlock,
     wan.WanRMS_norm,  # an attention's
     wan.WanUpBlock,
     qwen.QwenImageAttentionBlock,
-    qwen.QwenImageCausalConv3d,
     qwen.QwenImageMidBlock,
     qwen.QwenImageRMS_norm,
     qwen.QwenImageUpBlock,

@@ -135,6 +135,35 @@ class Upsample(nn.Module):
         return F.conv_transpose2d(x, self.weight, self.bias, stride=2, padding=1)
 
 
+class CausalConv3d(nn.Module):
+    """Wan's and Qwen-Image's causal convolution: [N, C, F, H, W] to [N, D, F, H, W]; ``cache_x`` are earlier frames.
+
+    Taps that would meet only the zeros before a clip are left out. Of a single frame's 3x3x3 convolution a 3x3 one is
+    left, a third of the multiplications: all there is for a picture, and the first frame of a clip. The borders are
+    the convolution's own: no padded copy of the frames.
+    """
+
+    def __init__(self, conv: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+        width, _, height, *_ = conv._padding
+        self.padding = (height, width)
+
+    def forward(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        weight = self.weight
+        missing = weight.shape[2] - 1
+        if cache_x is not None and missing:
+            x = torch.cat([cache_x.to(x.device), x], dim=2)
+            missing -= cache_x.shape[2]
+        if x.shape[2] + missing == weight.shape[2]:  # one frame comes out
+            weight, missing = weight[:, :, missing:], 0
+        if x.shape[2] == weight.shape[2] == 1:
+            return F.conv2d(x.squeeze(2), weight.squeeze(2), self.bias, padding=self.padding).unsqueeze(2)
+        if missing:
+            x = F.pad(x, (0, 0, 0, 0, missing, 0))
+        return F.conv3d(x, weight, self.bias, padding=(0, *self.padding))
+
+
 class FoldedAttention(nn.Module):
     """A VAE's single-head self-attention over its pixels: [N, C, H, W] to the same shape and dtype.
 

@@ -99,8 +99,8 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
     return _install(name, repository, _files(name, limits, options, warmup))
 
 
-def find_problems(source: str) -> list[str]:
-    """Why ``add`` would refuse a pipeline; empty when it would not. Loads no weights.
+def examine(source: str) -> ModelLimits | list[str]:
+    """The limits that ``add`` would give a pipeline, or why it would refuse it. Loads no weights.
 
     Raises:
         DiffusionError: the source is no diffusers pipeline at all.
@@ -111,7 +111,7 @@ def find_problems(source: str) -> list[str]:
         return problems
     try:
         with _refusals_name(pipeline):
-            derive_limits(
+            return derive_limits(
                 pipeline,
                 DryRuns(pipeline),
                 source=source,
@@ -121,7 +121,6 @@ def find_problems(source: str) -> list[str]:
             )
     except DiffusionError as error:
         return [error.message]
-    return []
 
 
 @contextlib.contextmanager

@@ -6,17 +6,22 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from diffusion_backend.processes import free_ports
 
+PROGRAM = ("-m", "openai_adapter")
+
 
 class AdapterProcess:
-    """``python -m openai_adapter`` on a free port."""
+    """``python -m openai_adapter``, or another ``program`` that takes the same flags, on a free port."""
 
-    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, program: Sequence[str] = PROGRAM, **environment: str
+    ) -> None:
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "adapter.log"
@@ -24,8 +29,7 @@ class AdapterProcess:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "openai_adapter",
+                    *program,
                     "--port",
                     str(self.port),
                     "--data-dir",

@@ -11,7 +11,9 @@ import pytest
 from adapter_process import AdapterProcess
 from diffusion_backend.processes import LaunchError
 from fastapi import FastAPI
+from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.database import Database
+from openai_adapter.job_files import JobFiles
 from openai_adapter.job_queue import JobQueue
 from openai_adapter.job_store import JobStore
 from video_server import VideoServer, running_video_server
@@ -56,7 +58,7 @@ def start_adapter(tmp_path: Path) -> Iterator[Callable[..., AdapterProcess]]:
 
 @pytest.fixture(scope="session")
 def video_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoServer]:
-    """A tritonserver with tiny models for video."""
+    """A tritonserver with models for video."""
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(running_video_server(tmp_path_factory.mktemp("videos")))
@@ -133,3 +135,17 @@ def store(database: Database) -> JobStore:
 def queue(database: Database) -> JobQueue:
     """The queue of jobs, as workers see it."""
     return JobQueue(database, TTL)
+
+
+@pytest.fixture
+def jobs(database: Database) -> Iterator[AsyncJobs]:
+    """Both, for an event loop."""
+    jobs = AsyncJobs(database, TTL)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> JobFiles:
+    """A store of jobs' files."""
+    return JobFiles(f"file://{tmp_path}/files")

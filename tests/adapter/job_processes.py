@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
 import time
 from multiprocessing.synchronize import Barrier
 
+from jobs import count_unfinished
 from openai_adapter.database import Database
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_queue import JobQueue, LeaseLostError
-from openai_adapter.job_store import JobStore, NewJob
+from openai_adapter.job_store import JobStore, NewJob, QueueFullError
 
 # Each begins as a copy of a process that has imported everything.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -40,16 +42,17 @@ def claim_all(url: str, barrier: Barrier, found: multiprocessing.Queue[Claims]) 
     database.close()
 
 
-def create_with_key(
+def create_at_once(
     url: str, barrier: Barrier, new_jobs: list[NewJob], found: multiprocessing.Queue[list[str]]
 ) -> None:
-    """Create these jobs, each when all others create it."""
+    """Create these jobs, each when all others create it; says which, but for those that found the queue full."""
     database = Database(url)
     store = JobStore(database)
     ids = []
     for new in new_jobs:
         barrier.wait(60)
-        ids.append(store.create(new).job.id)
+        with contextlib.suppress(QueueFullError):
+            ids.append(store.create(new).job.id)
     found.put(ids)
     database.close()
 
@@ -58,7 +61,7 @@ def work(url: str, files_url: str) -> None:
     """Work on jobs until all are done."""
     database = Database(url)
     queue, files = JobQueue(database, ttl=1000), JobFiles(files_url)
-    while sum(queue.count_unfinished("video").values()):
+    while count_unfinished(database).total():
         claim = queue.claim("video", f"process {os.getpid()}", 0.5)
         if claim is None:
             time.sleep(0.05)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from openai_adapter.database import Database
 from openai_adapter.job_queue import Claim, JobQueue
 from openai_adapter.job_store import Idempotency, JobStore, NewJob
-from openai_adapter.job_table import Job
-from sqlalchemy import select, update
+from openai_adapter.job_table import UNFINISHED, Job, JobStatus
+from sqlalchemy import func, select, update
 
 KIND = "video"
 CALLER = "digest-of-a-key"
@@ -44,6 +45,13 @@ def shift(database: Database, job_id: str, **times: float) -> None:
 def expire(database: Database, claimed: Claim) -> None:
     """Let a lease run out."""
     shift(database, claimed.job.id, lease_until=-claimed.lease_seconds - 1)
+
+
+def count_unfinished(database: Database) -> Counter[JobStatus]:
+    """How many jobs wait, and how many are worked on."""
+    query = select(Job.status, func.count()).where(Job.kind == KIND, UNFINISHED).group_by(Job.status)
+    with database.reading() as session:
+        return Counter(dict(session.execute(query).all()))
 
 
 def row(database: Database, job_id: str) -> Job | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -76,6 +77,8 @@ def test_the_three_kinds() -> None:
     assert read(multipart(*fields.items()), MULTIPART) == fields
     encoded = "&".join(f"{name}={quote(value)}" for name, value in fields.items())
     assert read(encoded, URLENCODED) == fields
+    assert read("prompt=a+fox+%26+a+ключ&size=64x64", URLENCODED) == fields, "curl --data escapes nothing"
+    assert read(multipart(*fields.items()), f"{MULTIPART}; charset=UTF-8") == fields
     assert [bodies.is_form(request_of(b"", kind)) for kind in (JSON, MULTIPART, URLENCODED, None)] == [
         False,
         True,
@@ -151,6 +154,43 @@ def test_forms_that_are_none(body: bytes | str, kind: str, words: str) -> None:
     error = error_of(body, kind)
     assert (error.status, error.code) == (400, "invalid_form")
     assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (multipart(("a", "1"), ("prompt", b"a f\xfcx")), MULTIPART),
+        (multipart(("prompt", b"a f\xfcx"), ("image", b"\xfc", "a.png")), MULTIPART),
+        (b"a=1&prompt=a f\xfcx", URLENCODED),
+        (b"a=1&prompt=a+f%FCx", URLENCODED),
+    ],
+)
+def test_texts_that_are_not_utf_8(body: bytes, kind: str) -> None:
+    error = error_of(body, kind)
+    assert (error.status, error.code, error.param) == (400, "invalid_unicode", "prompt")
+    assert "'prompt' is not valid UTF-8: invalid start byte at byte 3" in error.message
+
+
+@pytest.mark.parametrize("charset", ["latin-1", "utf-16", "none"])
+def test_a_form_in_another_charset(charset: str) -> None:
+    error = error_of(multipart(("a", "1")), f"{MULTIPART}; charset={charset}")
+    assert (error.status, error.code) == (400, "invalid_form")
+    assert "charset is not UTF-8" in error.message
+
+
+def test_files_are_closed_when_the_request_is_answered(make_app: Callable[..., FastAPI]) -> None:
+    """Also where it fails, and one of a file that is too large to be kept in memory."""
+    app, seen = make_app(max_body_bytes=2**22), list[UploadFile]()
+
+    @app.post("/keep")
+    async def keep(request: Request) -> None:
+        seen.append((await read_fields(request, MAX_FIELD))["file"])
+        assert await seen[-1].read(1) == b"x"
+        raise ApiError(400, "no")
+
+    form = {"file": ("a.png", b"x" * 2**21)}
+    assert send(app, "POST", "/keep", files=form).status_code == 400
+    assert [file.file.closed for file in seen] == [True]
 
 
 def test_as_much_as_is_allowed() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from job_processes import PROCESSES, work
-from jobs import CALLER, KIND, claim, create, expire, new_job
+from jobs import CALLER, KIND, claim, count_unfinished, create, expire, new_job
 from openai_adapter.database import Database
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_queue import Claim, JobQueue, LeaseLostError
@@ -150,7 +150,7 @@ def check_ends(world: World, jobs: list[Job]) -> None:
             assert world.files.read(name) == name.split(".")[1].encode()
             expected.add(name)
     assert {file.name for file in world.files.find_all()} == expected
-    assert sum(world.queue.count_unfinished(KIND).values()) == 0
+    assert count_unfinished(world.database).total() == 0
 
 
 def test_threads_that_die_and_delete(
@@ -165,7 +165,7 @@ def test_threads_that_die_and_delete(
     def work(number: int) -> None:
         choose = random.Random(number)
         try:
-            while sum(queue.count_unfinished(KIND).values()):
+            while count_unfinished(database).total():
                 claimed = queue.claim(KIND, f"worker {number}", 0.5)
                 if claimed is None:
                     time.sleep(0.05)
@@ -212,7 +212,7 @@ def test_threads_that_die_and_delete(
     assert max(started.values()) > 1, "nothing was taken over: the test showed nothing"
 
 
-def test_eight_threads_hammer(store: JobStore, queue: JobQueue) -> None:
+def test_eight_threads_hammer(database: Database, store: JobStore, queue: JobQueue) -> None:
     """Writers and readers wait for each other, and none is turned away."""
     failures: list[Exception] = []
     ends = Counter[str]()
@@ -242,7 +242,7 @@ def test_eight_threads_hammer(store: JobStore, queue: JobQueue) -> None:
         thread.join(60)
     assert failures == []
     assert len(ends) > 8
-    assert sum(queue.count_unfinished(KIND).values()) == 0
+    assert count_unfinished(database).total() == 0
 
 
 def test_processes_that_are_killed(
@@ -261,11 +261,11 @@ def test_processes_that_are_killed(
 
     workers = [start() for _ in range(3)]
     deadline = time.monotonic() + 120
-    while sum(queue.count_unfinished(KIND).values()):
+    while count_unfinished(database).total():
         assert time.monotonic() < deadline
         time.sleep(choose.uniform(0.05, 0.3))
         victim = choose.randrange(len(workers))
-        if kills < 25 and queue.count_unfinished(KIND)[JobStatus.IN_PROGRESS]:
+        if kills < 25 and count_unfinished(database)[JobStatus.IN_PROGRESS]:
             workers[victim].kill()
             workers[victim].join()
             workers[victim] = start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 from jobs import CALLER, KIND, claim, create, row, shift
@@ -23,13 +22,6 @@ HEARTBEAT = 0.1
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_lease, "HEARTBEAT_SECONDS", HEARTBEAT)
     monkeypatch.setattr(job_lease, "_PAUSE_SECONDS", 0.01)
-
-
-@pytest.fixture
-def jobs(database: Database) -> Iterator[AsyncJobs]:
-    jobs = AsyncJobs(database, ttl=1000)
-    yield jobs
-    jobs.close()
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +18,6 @@ from openai_adapter.job_queue import Claim, JobQueue, LeaseLostError
 from openai_adapter.job_table import JobStatus
 
 PARTS = {"video.mp4": b"video", "thumbnail.webp": b"thumbnail"}
-
-
-@pytest.fixture
-def jobs(database: Database) -> Iterator[AsyncJobs]:
-    jobs = AsyncJobs(database, ttl=1000)
-    yield jobs
-    jobs.close()
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> JobFiles:
-    return JobFiles(f"file://{tmp_path}/files")
 
 
 async def begin(jobs: AsyncJobs) -> Claim:

@@ -191,15 +191,6 @@ def test_a_release_that_counts_may_be_the_last(store: JobStore, queue: JobQueue)
     assert get(store, job).error_code == "attempts_exhausted"
 
 
-def test_the_queue_is_counted(store: JobStore, queue: JobQueue) -> None:
-    assert queue.count_unfinished(KIND) == {JobStatus.QUEUED: 0, JobStatus.IN_PROGRESS: 0}
-    create(store, 5)
-    claims = [claim(queue) for _ in range(3)]
-    queue.complete(claims[0], {})
-    store.delete(KIND, CALLER, claims[1].job.id)
-    assert queue.count_unfinished(KIND) == {JobStatus.QUEUED: 2, JobStatus.IN_PROGRESS: 1}
-
-
 def test_processes_never_claim_the_same(empty_database_url: str, database: Database) -> None:
     store = JobStore(database)
     jobs = create(store, 120)

@@ -24,11 +24,6 @@ NOTHING = Removed(0, 0, 0, 0)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> JobFiles:
-    return JobFiles(f"file://{tmp_path}/files")
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "files"
 

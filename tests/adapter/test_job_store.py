@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
-from job_processes import PROCESSES, create_with_key
+from job_processes import PROCESSES, create_at_once
 from jobs import CALLER, KIND, claim, create, key, new_job, row
 from openai_adapter.database import Database
 from openai_adapter.job_queue import JobQueue, LeaseLostError
-from openai_adapter.job_store import Deletion, IdempotencyConflictError, JobStore
+from openai_adapter.job_store import (
+    Deletion,
+    IdempotencyConflictError,
+    JobStore,
+    NewJob,
+    QueueFullError,
+)
 from openai_adapter.job_table import Job, JobStatus
 from sqlalchemy import select
 
@@ -99,18 +104,46 @@ def test_bad_keys(store: JobStore, text: str) -> None:
 
 def test_many_processes_create_with_the_same_keys(empty_database_url: str, database: Database) -> None:
     """Each key makes one job, whoever was first."""
+    ids = create_in_processes(empty_database_url, [new_job(idempotency=key(f"key-{n}")) for n in range(20)])
+    assert all(each == ids[0] for each in ids)
+    assert len(set(ids[0])) == 20
+    assert len(JobStore(database).list_page(KIND, CALLER, limit=100).data) == 20
+
+
+def test_many_processes_create_until_the_queue_is_full(empty_database_url: str, database: Database) -> None:
+    """The last place in it is taken once."""
+    ids = create_in_processes(empty_database_url, [new_job(max_unfinished=10)] * 8)
+    assert len({job_id for each in ids for job_id in each}) == sum(map(len, ids)) == 10
+    assert len(JobStore(database).list_page(KIND, CALLER, limit=100).data) == 10
+
+
+def create_in_processes(url: str, requests: list[NewJob]) -> list[list[str]]:
+    """The ids that each of four processes is told, which make the same requests at the same moments."""
     barrier, found = PROCESSES.Barrier(4), PROCESSES.Queue()
-    requests = [replace(new_job(), idempotency=key(f"key-{n}")) for n in range(20)]
-    arguments = (empty_database_url, barrier, requests, found)
-    processes = [PROCESSES.Process(target=create_with_key, args=arguments) for _ in range(4)]
+    arguments = (url, barrier, requests, found)
+    processes = [PROCESSES.Process(target=create_at_once, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     ids = [found.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(60)
-    assert all(each == ids[0] for each in ids)
-    assert len(set(ids[0])) == 20
-    assert len(JobStore(database).list_page(KIND, CALLER, limit=100).data) == 20
+    return ids
+
+
+def test_a_full_queue(store: JobStore, queue: JobQueue) -> None:
+    """What is finished, deleted or of another kind takes no place; a key that was used needs none."""
+    first, second = create(store, 2, max_unfinished=2)
+    create(store, kind="image")
+    with pytest.raises(QueueFullError, match="2 videos are waiting or being made"):
+        create(store, max_unfinished=2)
+    queue.fail(claim(queue), "code", "message")
+    with_key = new_job(idempotency=key(), max_unfinished=2)
+    third = store.create(with_key)
+    assert store.create(with_key).job.id == third.job.id != first.id
+    store.delete(KIND, CALLER, second.id)
+    create(store, max_unfinished=2)
+    with pytest.raises(QueueFullError):
+        create(store, max_unfinished=2)
 
 
 def test_delete_a_queued_job(store: JobStore, queue: JobQueue) -> None:

@@ -6,12 +6,18 @@ import base64
 import io
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import av
+import clips
+import evaluate_wan
 import ffprobe
+import numpy as np
 import openai
 import pytest
+import torch
 from adapter_process import AdapterProcess
 from openai.types import Video
 from openai_adapter.database import Database
@@ -20,7 +26,7 @@ from openai_adapter.job_table import Job
 from PIL import Image
 from sqlalchemy import update
 from test_videos_api import picture
-from video_server import IMAGE_TO_VIDEO, PROMPT, TEXT_TO_VIDEO
+from video_server import EMBEDDED, IMAGE_TO_VIDEO, PROMPT, TEXT_TO_VIDEO
 
 from tests.node_sdk import run_script
 
@@ -71,6 +77,43 @@ def test_the_python_sdk(
         answer = client.videos.download_content(video.id, variant=variant)  # type: ignore[arg-type]
         image = Image.open(io.BytesIO(answer.read()))
         assert (image.format, image.size) == ("WEBP", size)
+
+
+def test_the_embedded_model_moves_what_it_is_asked_to(client: openai.OpenAI, tmp_path: Path) -> None:
+    """Four names, each in the direction that it was not trained on, by the middle of the drawing in each frame."""
+    subjects = evaluate_wan.choose_subjects(seen=False, seeds=1)[:4]
+    assert {subject.direction for subject in subjects} == set(clips.DIRECTIONS)
+
+    def make(subject: clips.Subject) -> Path:
+        video = client.videos.create_and_poll(
+            model=EMBEDDED, prompt=subject.prompt, poll_interval_ms=200, extra_body={"seed": 777_000}
+        )
+        assert (video.status, video.error) == ("completed", None)
+        client.videos.download_content(video.id).write_to_file(file := tmp_path / f"{video.id}.mp4")
+        return file
+
+    with ThreadPoolExecutor(len(subjects)) as pool:
+        files = list(pool.map(make, subjects))
+    for subject, file in zip(subjects, files, strict=True):
+        assert_video(file, clips.SIZE, clips.SIZE, clips.FRAMES, 8)
+        assert along(subject, file) > 8 * clips.SPEED, subject
+
+
+def along(subject: clips.Subject, file: Path) -> float:
+    """How many pixels the drawing moves in the subject's direction, between the clip's first and last frames.
+
+    Across, it has to move by less than half of that.
+    """
+    with av.open(str(file)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    clip = torch.from_numpy(frames).permute(0, 3, 1, 2) / 255
+    track = evaluate_wan.find_centres(clip, evaluate_wan.measure_background(clip))
+    x, y = (track[-4:].mean(0) - track[:4].mean(0)).tolist()
+    step_x, step_y = clips.DIRECTIONS[subject.direction]
+    way, across = x * step_x + y * step_y, abs(x * step_y) + abs(y * step_x)
+    print(f"{subject}: {way:.1f} pixels, {across:.1f} across")
+    assert across < way / 2, subject
+    return way
 
 
 def test_an_image_and_a_remix(client: openai.OpenAI, tmp_path: Path) -> None:

@@ -254,6 +254,19 @@ def test_queries_of_the_list(http: httpx.Client, query: str, param: str, code: s
     assert refusal(http.get(f"{VIDEOS}?{query}")) == (400, param, code)
 
 
+def test_other_questions_have_no_queries(http: httpx.Client, done: dict[str, Any]) -> None:
+    url = f"{VIDEOS}/{done['id']}"
+    answers = [
+        http.post(f"{VIDEOS}?seed=1", json={"model": TEXT_TO_VIDEO, "prompt": PROMPT}),
+        http.post(f"{url}/remix?seed=1", json={"prompt": "a cat"}),
+        http.get(f"{url}?seed=1"),
+        http.delete(f"{url}?seed=1"),
+    ]
+    assert [refusal(answer) for answer in answers] == [(400, "seed", "unknown_parameter")] * 4
+    assert "allowed: none in the query" in answers[0].json()["error"]["message"]
+    assert retrieve(http, done["id"]) == done
+
+
 def test_the_list(http: httpx.Client) -> None:
     ids = [create(http, **FAST)["id"] for _ in range(3)]
     newest = http.get(VIDEOS, params={"limit": 2}).json()
@@ -657,6 +670,7 @@ def test_too_many_unfinished_videos(start_video_adapter: StartAdapter) -> None:
         videos = [create(http, num_inference_steps=ENDLESS)["id"] for _ in range(2)]
         answer = http.post(VIDEOS, json={"prompt": PROMPT, "model": TEXT_TO_VIDEO})
         assert refusal(answer) == (503, None, "queue_full")
+        assert answer.json()["error"]["message"] == "the server is busy: 2 videos are waiting or being made"
         assert answer.headers["retry-after"]
         assert "x-should-retry" not in answer.headers
         assert len(http.get(VIDEOS).json()["data"]) == 2

@@ -1,7 +1,8 @@
-"""A tritonserver with tiny models for video, and what the tests do with adapters on it."""
+"""A tritonserver with models for video, and what the tests do with adapters on it."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from diffusion_backend.tritonserver import TritonServer
 
 from tests.families.family import Family
 from tests.families.wan import wan21, wan21_image
+from tests.running_server import ROOT
 
 VIDEOS = "/v1/videos"
-TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "wan", "wan-image"
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO, EMBEDDED = "wan", "wan-image", "emoji-wan"
 PROMPT = "a fox on a blue background"
 LONG = 200  # steps: a second or so
 ENDLESS = 10_000  # steps: longer than any test
@@ -44,8 +46,10 @@ class VideoServer:
 
 @contextmanager
 def running_video_server(folder: Path) -> Iterator[VideoServer]:
-    """A server of text to video and image to video."""
+    """A server of text to video and image to video by tiny random models, and of the embedded one."""
     repository = folder / "repository"
+    for stage in (ROOT / "model_repository").glob(f"{EMBEDDED}*"):
+        shutil.copytree(stage, repository / stage.name, ignore=shutil.ignore_patterns("training"))
     for name, family in _MODELS.items():
         (folder / name).mkdir()
         family.save(folder / name)

@@ -26,12 +26,12 @@ from openai_adapter.database import Database
 from openai_adapter.job_files import JobFiles
 from openai_adapter.job_retention import Limits, Removed, enforce_retention
 from openai_adapter.job_table import Job
-from PIL import Image
 from sqlalchemy import select
 
+from tests.families.stable_diffusion import sd3
 from tests.families.wan import wan21
 
-MODEL = "wan"
+MODEL, PICTURES = "wan", "pictures"
 START_SECONDS = 200
 Frames = npt.NDArray[np.uint8]
 
@@ -46,7 +46,10 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str = "") -> N
 
 @dataclass
 class Serving:
-    """A ``triton-diffusion serve`` with a tiny Wan. Its own adapter has no jobs; the tests start others."""
+    """A ``triton-diffusion serve`` with a tiny Wan, and a tiny model of pictures.
+
+    Its own adapter has no jobs; the tests start others.
+    """
 
     process: subprocess.Popen[bytes]
     grpc: str
@@ -72,10 +75,10 @@ class Serving:
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[Serving]:
     """Start one, and end it."""
-    pipeline = folder / "pipeline"
-    pipeline.mkdir()
-    wan21.save(pipeline)
-    add(str(pipeline), MODEL, folder / "repository")
+    for name, family in ((MODEL, wan21), (PICTURES, sd3)):
+        (folder / name).mkdir()
+        family.save(folder / name)
+        add(str(folder / name), name, folder / "repository")
     port, http, grpc, metrics = free_ports(4)
     ports = {"port": port, "http-port": http, "grpc-port": grpc, "metrics-port": metrics}
     options = [f"--{name}={value}" for name, value in ports.items()]
@@ -99,23 +102,6 @@ def serve(folder: Path) -> Iterator[Serving]:
         process.kill()
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Files of a video."""
-
-    video: bytes
-    spritesheet: bytes
-
-    @property
-    def frames(self) -> Frames:
-        with av.open(io.BytesIO(self.video)) as container:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-
-    @property
-    def sheet(self) -> Frames:
-        return np.asarray(Image.open(io.BytesIO(self.spritesheet)).convert("RGB"))[None]
-
-
 @dataclass
 class World:
     """Adapters on one database and one store of files."""
@@ -132,10 +118,11 @@ class World:
         self.database = Database(self.database_url)
         self.database.upgrade()
 
-    def start(self, *flags: str, database_url: str | None = None) -> AdapterProcess:
+    def start(self, *flags: str, database_url: str | None = None, **environment: str) -> AdapterProcess:
         """One adapter more."""
         folder = self.folder / f"adapter-{len(self.adapters)}"
-        self.adapters.append(self._launch(folder, database_url or self.database_url, flags))
+        url = database_url or self.database_url
+        self.adapters.append(self._launch(folder, url, flags, **environment))
         return self.adapters[-1]
 
     def kill(self, number: int) -> None:
@@ -193,29 +180,25 @@ class World:
     def sweep(self) -> Removed:
         return enforce_retention(self.database, self.files, Limits(None, 1000))
 
-    def clip(self, job: Job) -> Clip:
-        """What was published."""
-        video, sheet = (self.files.read(job.files[part]["name"]) for part in ("video", "spritesheet"))
+    def frames(self, job: Job) -> Frames:
+        """The frames of what was published, in YUV 4:2:0 as they were encoded: [F, H * 3/2, W]."""
+        video = self.files.read(job.files["video"]["name"])
         assert video is not None
-        assert sheet is not None
-        return Clip(video, sheet)
+        with av.open(io.BytesIO(video)) as container:
+            return np.stack([frame.to_ndarray(format="yuv420p") for frame in container.decode(video=0)])
 
-    def _launch(self, folder: Path, database_url: str, flags: Sequence[str]) -> AdapterProcess:
+    def _launch(
+        self, folder: Path, database_url: str, flags: Sequence[str], **environment: str
+    ) -> AdapterProcess:
         folder.mkdir(exist_ok=True)
         store = f"file://{self.files_folder}"
         common = [*self.serving.flags, "--database-url", database_url, "--job-files-url", store]
-        return AdapterProcess(folder, *common, *self.flags, *flags)
+        program = (str(Path(__file__).with_name("altered_adapter.py")),)
+        return AdapterProcess(folder, *common, *self.flags, *flags, program=program, **environment)
 
 
 def body(seed: int = 0, steps: int = 3, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "a fox", "seed": seed, "num_inference_steps": steps, **more}
-
-
-def differences(frames: Frames, others: Frames) -> npt.NDArray[np.float64]:
-    """The mean one of each frame; clips of other sizes count as wholly different."""
-    if frames.shape != others.shape:
-        return np.full(len(frames), 255.0)
-    return np.abs(frames.astype(int) - others).mean(axis=(1, 2, 3))
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:

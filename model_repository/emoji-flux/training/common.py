@@ -1,11 +1,12 @@
-"""What the three training scripts share: the clock, the learning rate, the moving average, the image loss."""
+"""What the training scripts of both models share: the loop, the moving average, the losses."""
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def training_steps(minutes: float, max_steps: int | None = None) -> Iterator[tuple[int, float]]:
@@ -36,6 +37,59 @@ def update_average(average: nn.Module, model: nn.Module, step: int, decay: float
     decay = min(decay, (step + 2) / (step + 11))
     for mean, value in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(value, 1 - decay)
+
+
+def fit(
+    model: nn.Module,
+    average: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    draw_loss: Callable[[], Tensor],
+    *,
+    minutes: float,
+    max_steps: int | None,
+    learning_rate: float,
+    warmup: int,
+    average_decay: float,
+    save: Callable[[], object] | None = None,
+    save_every: int = 500,
+) -> list[float]:
+    """Train on the loss of one batch after the other; returns them. `save` is called every so many steps."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    losses: list[float] = []
+    for step, done in training_steps(minutes, max_steps):
+        set_learning_rate(optimizer, learning_rate, step, done, warmup)
+        loss = draw_loss()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        update_average(average, model, step, average_decay)
+        losses.append(loss.item())
+        if step % 100 == 0:
+            recent = losses[-100:]
+            print(f"step {step:5d}  {100 * done:3.0f} %  loss {sum(recent) / len(recent):.4f}", flush=True)
+        if save is not None and (step + 1) % save_every == 0:
+            save()
+    return losses
+
+
+def flow_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """For all of a model that learns a flow; norms and biases do not decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.98),
+    )
+
+
+def flow_loss(model: nn.Module, inputs: Sequence[Tensor], velocity: Tensor) -> Tensor:
+    """How far the velocity that the model predicts is off: the mean squared error."""
+    # The fused attention's backward pass is slower than plain matrix products on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", dtype=torch.bfloat16):
+        predicted = model(*inputs)
+    loss: Tensor = (predicted.float() - velocity).pow(2).mean()
+    return loss
 
 
 def image_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import copy
 from pathlib import Path
 
 import torch
-from common import image_loss, set_learning_rate, training_steps, update_average
+from common import fit, image_loss
 from diffusers import AutoencoderKL
 from emoji import HERE, background_colours, composite, load_sheet
 from torch import Tensor
@@ -47,20 +47,25 @@ def finetune(
     deviation = 2 * (0.5 * log_variance).exp()
 
     print(f"before: {measure_psnr(average, mean[::10], pictures[::10]):.2f} dB")
-    for step, done in training_steps(minutes, max_steps):
-        set_learning_rate(optimizer, learning_rate, step, done, warmup=20)
+
+    def draw_loss() -> Tensor:
         chosen = torch.randint(len(pictures), (batch_size,))
         latents = mean[chosen] + deviation[chosen] * torch.randn_like(mean[chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
-        loss = image_loss(output.float(), pictures[chosen])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(decoder, 1.0)
-        optimizer.step()
-        update_average(average, vae, step, average_decay)
-        if step % 100 == 0:
-            print(f"step {step:5d}  {100 * done:3.0f} %  loss {loss.item():.4f}", flush=True)
+        return image_loss(output.float(), pictures[chosen])
+
+    fit(
+        vae,
+        average,
+        optimizer,
+        draw_loss,
+        minutes=minutes,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        warmup=20,
+        average_decay=average_decay,
+    )
     print(f"after:  {measure_psnr(average, mean[::10], pictures[::10]):.2f} dB")
     return average
 

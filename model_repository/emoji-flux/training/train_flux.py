@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import set_learning_rate, training_steps, update_average
+from common import fit, flow_loss, flow_optimizer
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from emoji import (
     BACKGROUNDS,
@@ -28,7 +28,6 @@ from emoji import (
 )
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 CLIP_TOKENS = 32
@@ -225,32 +224,22 @@ def train(
     clip_tokenizer, t5_tokenizer = train_clip_tokenizer(captions), build_t5_tokenizer(captions)
     model = EmojiFlux(len(clip_tokenizer), len(t5_tokenizer), layers)
     average = copy.deepcopy(model)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.98),
+
+    def draw_loss() -> Tensor:
+        *inputs, velocity = draw_batch(latents, clip_tokenizer, t5_tokenizer, batch_size, rng)
+        return flow_loss(model, inputs, velocity)
+
+    losses = fit(
+        model,
+        average,
+        flow_optimizer(model),
+        draw_loss,
+        minutes=minutes,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        warmup=100,
+        average_decay=average_decay,
     )
-
-    losses: list[float] = []
-    for step, done in training_steps(minutes, max_steps):
-        set_learning_rate(optimizer, learning_rate, step, done, warmup=100)
-        batch = draw_batch(latents, clip_tokenizer, t5_tokenizer, batch_size, rng)
-        # The fused attention's backward pass is slower than plain matrix products on a CPU.
-        with sdpa_kernel(SDPBackend.MATH):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                velocity = model(batch.noisy, batch.time, batch.clip_ids, batch.t5_ids)
-            loss = (velocity.float() - batch.velocity).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        update_average(average, model, step, average_decay)
-        losses.append(loss.item())
-        if step % 100 == 0:
-            recent = losses[-100:]
-            print(f"step {step:5d}  {100 * done:3.0f} %  loss {sum(recent) / len(recent):.4f}", flush=True)
-
     average.eval()
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),

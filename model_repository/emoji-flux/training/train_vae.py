@@ -5,7 +5,7 @@ import copy
 from pathlib import Path
 
 import torch
-from common import image_loss, set_learning_rate, training_steps, update_average
+from common import fit, image_loss
 from diffusers import AutoencoderKL
 from emoji import TILE, background_colours, composite, load_sheet
 from torch import Tensor
@@ -55,27 +55,28 @@ def train(
     vae = build_vae()
     average = copy.deepcopy(vae)
     optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=1e-4)
-    losses: list[float] = []
-    for step, done in training_steps(minutes, max_steps):
-        set_learning_rate(optimizer, learning_rate, step, done, warmup=50)
+
+    def draw_loss() -> Tensor:
         pictures = draw_batch(tiles, batch_size)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             posterior = vae.encode(pictures).latent_dist
             output = vae.decode(posterior.sample()).sample
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()
         kl = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
-        loss = image_loss(output.float(), pictures) + kl_weight * kl
+        loss: Tensor = image_loss(output.float(), pictures) + kl_weight * kl
+        return loss
 
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        update_average(average, vae, step, average_decay)
-        losses.append(loss.item())
-        if step % 100 == 0:
-            print(
-                f"step {step:5d}  {100 * done:3.0f} %  loss {losses[-1]:.4f}  kl {kl.item():.2f}", flush=True
-            )
+    losses = fit(
+        vae,
+        average,
+        optimizer,
+        draw_loss,
+        minutes=minutes,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        warmup=50,
+        average_decay=average_decay,
+    )
     return average.eval(), losses
 
 

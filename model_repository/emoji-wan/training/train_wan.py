@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import clips
 import torch
-from common import set_learning_rate, training_steps, update_average
+from common import fit, flow_loss, flow_optimizer
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from emoji import BACKGROUNDS
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_flux import build_t5_tokenizer
 from train_wan_vae import encode_clip
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
@@ -185,33 +184,23 @@ def train(
     if compiled:
         for block in model.transformer.blocks:
             block.compile()
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.98),
-    )
 
-    losses: list[float] = []
-    for step, done in training_steps(minutes, max_steps):
-        set_learning_rate(optimizer, learning_rate, step, done, warmup=100)
-        batch = draw_batch(latents, tokenizer, batch_size, rng)
-        # The fused attention's backward pass is slower than plain matrix products on a CPU.
-        with sdpa_kernel(SDPBackend.MATH):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                velocity = model(batch.noisy, batch.time, batch.ids, batch.mask)
-            loss = (velocity.float() - batch.velocity).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        update_average(average, model, step, average_decay)
-        losses.append(loss.item())
-        if step % 100 == 0:
-            recent = losses[-100:]
-            print(f"step {step:5d}  {100 * done:3.0f} %  loss {sum(recent) / len(recent):.4f}", flush=True)
-        if folder is not None and step % 500 == 499:
-            save(pipeline, folder)
+    def draw_loss() -> Tensor:
+        *inputs, velocity = draw_batch(latents, tokenizer, batch_size, rng)
+        return flow_loss(model, inputs, velocity)
+
+    losses = fit(
+        model,
+        average,
+        flow_optimizer(model),
+        draw_loss,
+        minutes=minutes,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        warmup=100,
+        average_decay=average_decay,
+        save=None if folder is None else lambda: save(pipeline, folder),
+    )
     return pipeline, losses
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import clips
 import torch
-from common import image_loss, set_learning_rate, training_steps, update_average
+from common import fit, image_loss
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, patchify, unpatchify
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -200,11 +200,8 @@ def train(
     average = copy.deepcopy(vae).eval()
     decode = torch.compile(decode_clip) if compiled else decode_clip
     optimizer = torch.optim.AdamW(decoder, betas=(0.9, 0.99), weight_decay=1e-4)
-    losses: list[float] = []
-    for step, done in training_steps(minutes, max_steps):
-        if folder is not None and step % 200 == 0:
-            average.save_pretrained(folder)
-        set_learning_rate(optimizer, learning_rate, step, done, warmup=50)
+
+    def draw_loss() -> Tensor:
         batch = draw_batch(subjects, batch_size, frames)
         with torch.no_grad():
             # The transformer's latents are never exact, so the decoder learns from twice the posterior's noise.
@@ -214,17 +211,24 @@ def train(
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = decode(vae, latents)
         pictures, targets = (clip.transpose(1, 2).flatten(0, 1) for clip in (output.float(), batch))
-        loss = image_loss(pictures, targets)
+        return image_loss(pictures, targets)
 
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(decoder, 1.0)
-        optimizer.step()
-        update_average(average, vae, step, average_decay)
-        losses.append(loss.item())
-        if step % 100 == 0:
-            recent = sum(losses[-100:]) / len(losses[-100:])
-            print(f"step {step:5d}  {100 * done:3.0f} %  loss {recent:.4f}", flush=True)
+    save = None if folder is None else lambda: average.save_pretrained(folder)
+    if save is not None:
+        save()
+    losses = fit(
+        vae,
+        average,
+        optimizer,
+        draw_loss,
+        minutes=minutes,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        warmup=50,
+        average_decay=average_decay,
+        save=save,
+        save_every=200,
+    )
     return average, losses
 
 

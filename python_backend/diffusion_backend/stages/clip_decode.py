@@ -145,6 +145,12 @@ def _response(frames: np.ndarray[Any, Any], info: dict[str, Any]) -> Any:
 
 
 def _send_error(sender: Any, error: BaseException, request_id: str) -> None:
+    """Answer with an error.
+
+    Denoise is done with a request by then: what it sends before its last answer passes, and a decode that fails takes
+    longer than the end of denoise's stream does. It is not where the inputs are forged, as by an ensemble of somebody's
+    own: then tritonserver 2.51 never counts the request out.
+    """
     import triton_python_backend_utils as pb_utils
 
     # With the end of the stream: after an error nothing may come.
