@@ -27,7 +27,7 @@ from tests.families.dit import pixart
 from tests.families.family import Family
 from tests.families.flux import flux_dev
 from tests.families.four_requests import Batches
-from tests.families.lora_files import FILE, save_lora
+from tests.families.lora_files import FILE, as_kohya, save_lora
 from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU, arguments_of, limits_of, settings_of
 from tests.families.wan import wan21
@@ -133,6 +133,18 @@ def test_pictures_with_loras_equal_diffusers_own(
     assert torch.equal(made[4], made[2])
     others = [(a, b) for a in range(4) for b in range(a)]
     assert min((made[a] - made[b]).abs().max().item() for a, b in others) > 1e-3
+
+
+def test_a_lora_of_another_format_and_name(
+    saved: Saved, folders: Callable[[Family], dict[str, str]], tmp_path: Path
+) -> None:
+    tensors = load_file(f"{folders(sd15)['first']}/{FILE}")
+    save_file(as_kohya(tensors, alpha=3.0), tmp_path / "style.safetensors")
+    other = {"other": str(tmp_path)}
+    loras.check_files(loading.open_pipeline(str(saved(sd15))), other)
+    stages = Stages(sd15, saved(sd15), other)
+    for chosen in ((("other", 0.7),), ()):
+        assert torch.equal(stages.make(chosen), unsplit(sd15, saved(sd15), other, chosen))
 
 
 def test_each_stage_has_its_own_part(saved: Saved, folders: Callable[[Family], dict[str, str]]) -> None:
