@@ -124,6 +124,7 @@ def test_from_creation_to_the_file(http: httpx.Client) -> None:
         "guidance_scale": 5.0,
         "negative_prompt": "",
         "seed": 5,
+        "loras": {},
         "decode_path": "lossless",
     }
     assert created["completed_at"] is created["expires_at"] is created["timings"] is None
