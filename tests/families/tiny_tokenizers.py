@@ -46,7 +46,8 @@ def gemma(max_length: int = 64) -> GemmaTokenizer:
 
 
 def qwen() -> Qwen2Tokenizer:
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    images = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *images]
     tokenizer = Qwen2Tokenizer(
         vocab={word: i for i, word in enumerate([*special, *BYTES])},
         merges=[],
