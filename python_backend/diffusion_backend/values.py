@@ -62,7 +62,7 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
         TypeError: something in it cannot travel.
     """
     if isinstance(value, torch.Tensor):
-        return {"tensor" if _layout(value) is None else "channels_last": store(value)}
+        return {"tensor" if channels_last(value) is None else "channels_last": store(value)}
     if type(value) in RECORDS:
         fields = {name: to_skeleton(getattr(value, name), store) for name in RECORDS[type(value)]}
         return {"record": [type(value).__name__, fields]}
@@ -82,7 +82,7 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
     raise TypeError(f"an object of class {type(value).__name__} cannot travel between stages")
 
 
-def _layout(tensor: torch.Tensor) -> torch.memory_format | None:
+def channels_last(tensor: torch.Tensor) -> torch.memory_format | None:
     """How a tensor lies in memory, if not in order: convolutions round by it (a VAE encodes to channels last)."""
     layout = _CHANNELS_LAST.get(tensor.ndim)
     if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):

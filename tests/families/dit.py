@@ -85,32 +85,6 @@ def qwen_image() -> dict[str, Any]:
     }
 
 
-@family(
-    "Qwen-Image-Edit",
-    "QwenImageEditPipeline",
-    "image-edit",
-    width=32,
-    height=48,
-    num_inference_steps=2,
-    guidance_scale=3.0,
-)
-def qwen_edit() -> dict[str, Any]:
-    return {**qwen_image.build(), "processor": parts.qwen_processor()}
-
-
-@family(
-    "Qwen-Image-Edit-Plus",
-    "QwenImageEditPlusPipeline",
-    "image-edit",
-    width=32,
-    height=48,
-    num_inference_steps=2,
-    guidance_scale=3.0,
-)
-def qwen_edit_plus() -> dict[str, Any]:
-    return {**qwen_image.build(), "processor": parts.qwen_processor()}
-
-
 @family("Sana", "SanaPipeline", width=32, height=64, num_inference_steps=3, complex_human_instruction=None)
 def sana() -> dict[str, Any]:
     return {

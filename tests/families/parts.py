@@ -13,9 +13,6 @@ from transformers import (
     Gemma2Model,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
     Qwen3Config,
     T5Config,
     T5EncoderModel,
@@ -23,7 +20,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from tests.families import tiny_tokenizers as tokenizers
 from tests.families.tiny_tokenizers import VOCABULARY
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -97,25 +93,8 @@ def qwen25_vl() -> Qwen2_5_VLForConditionalGeneration:
         "out_hidden_size": 32,
         "fullatt_block_indexes": [0],
     }
-    tokens = tokenizers.qwen().get_vocab()
-    config = Qwen2_5_VLConfig(
-        text_config=qwen25_text_config(),
-        vision_config=vision,
-        image_token_id=tokens["<|image_pad|>"],
-        vision_start_token_id=tokens["<|vision_start|>"],
-        vision_end_token_id=tokens["<|vision_end|>"],
-    )
+    config = Qwen2_5_VLConfig(text_config=qwen25_text_config(), vision_config=vision)
     return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def qwen_processor() -> Qwen2VLProcessor:
-    """An image is at most 16 tokens: four patches of 14 pixels each."""
-    size = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
-    return Qwen2VLProcessor(
-        image_processor=Qwen2VLImageProcessorPil(size=size),
-        tokenizer=tokenizers.qwen(),
-        video_processor=Qwen2VLVideoProcessor(size=size),
-    )
 
 
 # A VAE whose pictures have eight times the side of its latents, which some pipelines take for granted.

@@ -46,8 +46,7 @@ def gemma(max_length: int = 64) -> GemmaTokenizer:
 
 
 def qwen() -> Qwen2Tokenizer:
-    images = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *images]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Qwen2Tokenizer(
         vocab={word: i for i, word in enumerate([*special, *BYTES])},
         merges=[],
