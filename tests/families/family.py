@@ -24,8 +24,8 @@ NEGATIVE_PROMPT = "blurry"
 class Family:
     """One family: ``build`` makes the components of ``pipeline``, ``call`` are its call arguments in this test.
 
-    ``images`` is how many a request for ``task`` brings. ``relative`` is the class of diffusers that does the task, if it
-    is another than the one that is on disk.
+    ``images`` is how many a request for ``task`` brings. ``relative`` is the class of diffusers that does the task, if
+    it is another than the one that is on disk.
     """
 
     name: str

@@ -58,10 +58,7 @@ def row(family: Family, folder: Path, made: Made, refusal: str | None) -> str:
     calls = [f"`{name}`{_times(made.recorded.count(name))}" for name in dict.fromkeys(made.recorded)]
     sent = [f"latents {'x'.join(str(side) for side in made.latents_shape[1:])}"]
     sent += [f"`{name}`" for name in made.decode_arguments]
-    if refusal is not None:
-        verdict = "refused: " + refusal.partition("cannot be served: ")[2]
-    else:
-        verdict = "served"
+    verdict = "served" if refusal is None else "refused: " + refusal.partition("cannot be served: ")[2]
     cells = (
         family.name,
         f"`{family.pipeline}`",

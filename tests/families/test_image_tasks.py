@@ -1,4 +1,4 @@
-"""Every task that takes images: three stages equal the task's own class of diffusers, bit for bit; and so do batches."""
+"""Every task that takes images: three stages equal the own class of diffusers, bit for bit; batches do, too."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ def test_three_stages_equal_the_class_of_the_task(family: Family, saved: Saved) 
 def test_rows_of_a_batch_are_what_they_are_alone(
     family: Family, saved: Saved, tmp_path: Path, differences: dict[Family, float]
 ) -> None:
-    requests = FourRequests(family, saved(family), Tombstones(tmp_path))
     differences[family] = compare_both_ways(family, saved(family), tmp_path)
-    check = requests.check()
-    assert check.joined
-    assert check.passed
+    at_load = FourRequests(family, saved(family), Tombstones(tmp_path)).check()
+    assert at_load.joined
+    assert at_load.passed
 
 
 @pytest.mark.skipif(table.UPDATE, reason="it is being written")
