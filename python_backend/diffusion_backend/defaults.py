@@ -74,7 +74,8 @@ def derive_limits(
         negative = None  # only true_cfg_scale would make it count, and that stays 1
     prompt = given.pop("prompt", DEFAULT_PROMPT)
     strengths = {
-        name: given.pop(in_file, default_strength(runs.by_task, task)) for name, in_file, task in _STRENGTHS
+        name: given.pop(in_file, _at_least_a_step(default_strength(runs.by_task, task), steps))
+        for name, in_file, task in _STRENGTHS
     }
     makes_video = seams.makes_video(runs.encode)
     # Where the signature has none either, the pipeline takes its size from its models.
@@ -110,6 +111,11 @@ def derive_limits(
         max_width=2 * probe.width,
         max_height=2 * probe.height,
     )
+
+
+def _at_least_a_step(strength: float | None, steps: int) -> float | None:
+    """A pipeline's default, which is for many steps: of the few of a distilled model it may leave none."""
+    return None if strength is None else max(strength, 1 / steps)
 
 
 def _refusal(pipeline: PipelineFolder, pipe: DiffusionPipeline) -> str | None:

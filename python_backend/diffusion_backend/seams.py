@@ -37,6 +37,8 @@ from diffusion_backend.tasks import IMAGE_EDIT, INPAINTING, needs_image
 Prepare = Callable[[DiffusionPipeline], None]
 # A request's images as arguments of the pipeline's call: one, or of an edit a list, and perhaps a mask.
 IMAGE, MASK = "image", "mask_image"
+# Among the arguments for ``vae.decode``: the latents lay so, and convolutions round by it.
+CHANNELS_LAST = "channels_last"
 Images = Mapping[str, Image.Image | list[Image.Image]]
 
 
@@ -315,7 +317,10 @@ def replay(
                 "the model computed latents that are not finite; another seed, prompt or guidance_scale may work",
                 code="non_finite_latents",
             ) from None
-        return Denoised(latents, {name: values.to_json(value) for name, value in done.arguments.items()})
+        layout = {CHANNELS_LAST: True} if values.channels_last(latents) else {}
+        return Denoised(
+            latents, {**{name: values.to_json(value) for name, value in done.arguments.items()}, **layout}
+        )
     finally:
         # Some pipelines turn a float16 VAE to float32 before they decode, and back afterwards, which they don't reach.
         if pipe.vae.dtype != dtype:
@@ -387,8 +392,10 @@ def run_vae(pipe: DiffusionPipeline, latents: torch.Tensor, decode_arguments: di
         DiffusionError: they are not finite, or the arguments are none of ``replay``'s.
     """
     z = latents.to(pipe.device, pipe.vae.dtype)
+    if decode_arguments.get(CHANNELS_LAST) and z.ndim == 4:
+        z = z.contiguous(memory_format=torch.channels_last)
     taken = set(list(inspect.signature(pipe.vae.decode).parameters)[1:]) - {"return_dict"}
-    if unknown := set(decode_arguments) - taken:
+    if unknown := set(decode_arguments) - taken - {CHANNELS_LAST}:
         raise invalid(
             "settings", f"'settings' has decode_arguments that the VAE does not take: {sorted(unknown)}"
         )
@@ -410,7 +417,9 @@ def read_decode_arguments(decode_arguments: dict[str, Any]) -> dict[str, Any]:
         DiffusionError: INVALID_ARG when they are none of ``replay``'s.
     """
     try:
-        return {name: values.from_json(value) for name, value in decode_arguments.items()}
+        return {
+            name: values.from_json(value) for name, value in decode_arguments.items() if name != CHANNELS_LAST
+        }
     except values.MALFORMED as error:
         raise invalid("settings", f"'settings' has decode_arguments that nobody wrote: {error}") from None
 

@@ -35,6 +35,8 @@ _DTYPES = {
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 }
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 # What from_skeleton and from_json raise for what is not theirs.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
@@ -60,7 +62,7 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
         TypeError: something in it cannot travel.
     """
     if isinstance(value, torch.Tensor):
-        return {"tensor": store(value)}
+        return {"tensor" if channels_last(value) is None else "channels_last": store(value)}
     if type(value) in RECORDS:
         fields = {name: to_skeleton(getattr(value, name), store) for name in RECORDS[type(value)]}
         return {"record": [type(value).__name__, fields]}
@@ -80,11 +82,22 @@ def to_skeleton(value: Any, store: Callable[[torch.Tensor], Any]) -> Any:
     raise TypeError(f"an object of class {type(value).__name__} cannot travel between stages")
 
 
+def channels_last(tensor: torch.Tensor) -> torch.memory_format | None:
+    """How a tensor lies in memory, if not in order: convolutions round by it (a VAE encodes to channels last)."""
+    layout = _CHANNELS_LAST.get(tensor.ndim)
+    if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
+        return None
+    return layout
+
+
 def from_skeleton(skeleton: Any, fetch: Callable[[Any], torch.Tensor]) -> Any:
     """The inverse of ``to_skeleton``; ``fetch`` is the inverse of ``store``. It raises one of ``MALFORMED``."""
     ((kind, content),) = skeleton.items()
     if kind == "tensor":
         return fetch(content)
+    if kind == "channels_last":
+        tensor = fetch(content)
+        return tensor.contiguous(memory_format=_CHANNELS_LAST[tensor.ndim])
     if kind == "record":
         name, fields = content
         cls = _RECORDS_BY_NAME[name]

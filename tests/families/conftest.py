@@ -11,7 +11,7 @@ import pytest
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.repository import add
 
-from tests.families.family import Family
+from tests.families.family import Build, Family
 
 MODEL = "tiny"
 
@@ -28,11 +28,13 @@ class Added:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
     """The folder of a family's tiny pipeline."""
 
-    @cache
+    folders: dict[Build, Path] = {}  # families with other tasks share them
+
     def save(family: Family) -> Path:
-        folder = tmp_path_factory.mktemp("pipeline")
-        family.save(folder)
-        return folder
+        if family.build not in folders:
+            folders[family.build] = tmp_path_factory.mktemp("pipeline")
+            family.save(folders[family.build])
+        return folders[family.build]
 
     return save
 

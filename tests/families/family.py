@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusion_backend.tasks import needs_image
 
 Build = Callable[[], dict[str, Any]]
 
@@ -21,7 +22,11 @@ NEGATIVE_PROMPT = "blurry"
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One family: ``build`` makes the components of ``pipeline``, ``call`` are its call arguments in this test."""
+    """One family: ``build`` makes the components of ``pipeline``, ``call`` are its call arguments in this test.
+
+    ``images`` is how many a request for ``task`` brings. ``relative`` is the class of diffusers that does the task, if
+    it is another than the one that is on disk.
+    """
 
     name: str
     pipeline: str
@@ -29,10 +34,21 @@ class Family:
     build: Build
     call: dict[str, Any] = field(default_factory=dict)
     init: dict[str, Any] = field(default_factory=dict)
+    images: int = 0
+    relative: str | None = None
 
     @property
     def takes_image(self) -> bool:
-        return self.task.startswith("image-")
+        return self.images > 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of a request's result."""
+        return self.call.get("width", 32), self.call.get("height", 32)
+
+    def doing(self, task: str, relative: str | None = None, *, images: int = 1, **call: Any) -> Family:
+        """The same pipeline on disk with another of its tasks."""
+        return replace(self, task=task, relative=relative, images=images, call={**self.call, **call})
 
     def save(self, folder: Path) -> None:
         """Write the tiny pipeline and its serving defaults, as an operator would have them on disk."""
@@ -52,6 +68,6 @@ def family(
     """Decorates the function that makes a family's components."""
 
     def declare(build: Build) -> Family:
-        return Family(name, pipeline, task, build, call, init or {})
+        return Family(name, pipeline, task, build, call, init or {}, int(needs_image(task)))
 
     return declare

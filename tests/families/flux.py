@@ -29,10 +29,10 @@ _TRANSFORMER: dict[str, Any] = {
 _PLAIN_VAE: dict[str, Any] = {"use_quant_conv": False, "use_post_quant_conv": False}
 
 
-def _flux(*, guidance_embeds: bool) -> dict[str, Any]:
+def _flux(*, guidance_embeds: bool, **transformer: Any) -> dict[str, Any]:
     return {
         "transformer": FluxTransformer2DModel(
-            **_TRANSFORMER, pooled_projection_dim=32, guidance_embeds=guidance_embeds
+            **{**_TRANSFORMER, **transformer}, pooled_projection_dim=32, guidance_embeds=guidance_embeds
         ),
         "scheduler": parts.flow_match(use_dynamic_shifting=True),
         "vae": parts.kl_vae(4, **_PLAIN_VAE),
@@ -66,18 +66,40 @@ def flux_true_guidance() -> dict[str, Any]:
 @family(
     "FLUX.1 Kontext",
     "FluxKontextPipeline",
-    "image-to-image",
     width=32,
     height=40,
     num_inference_steps=3,
     max_sequence_length=48,
-    _auto_resize=False,
 )
 def kontext() -> dict[str, Any]:
     return _flux(guidance_embeds=True)
 
 
-def _flux2() -> dict[str, Any]:
+@family(
+    "FLUX.1 Fill",
+    "FluxFillPipeline",
+    "inpainting",
+    width=32,
+    height=40,
+    num_inference_steps=5,
+    max_sequence_length=48,
+)
+def fill() -> dict[str, Any]:
+    # The noise, the image under the mask, and the mask: 2x2 latents of 4 channels, twice, and 4x4 pixels.
+    components = _flux(guidance_embeds=True, in_channels=48, out_channels=16)
+    return {name: part for name, part in components.items() if part is not None}
+
+
+@family(
+    "FLUX.2 klein",
+    "Flux2KleinPipeline",
+    width=64,  # images of less are refused
+    height=80,
+    num_inference_steps=3,
+    max_sequence_length=96,
+    text_encoder_out_layers=[1, 2],
+)
+def klein() -> dict[str, Any]:
     return {
         "transformer": Flux2Transformer2DModel(
             in_channels=16,
@@ -103,33 +125,6 @@ def _flux2() -> dict[str, Any]:
         "text_encoder": Qwen3ForCausalLM(parts.qwen3_config(layers=3)),
         "tokenizer": tokenizers.qwen(),
     }
-
-
-@family(
-    "FLUX.2 klein",
-    "Flux2KleinPipeline",
-    width=32,
-    height=40,
-    num_inference_steps=3,
-    max_sequence_length=96,
-    text_encoder_out_layers=[1, 2],
-)
-def klein() -> dict[str, Any]:
-    return _flux2()
-
-
-@family(
-    "FLUX.2 klein, with an image",
-    "Flux2KleinPipeline",
-    "image-to-image",
-    width=32,
-    height=40,
-    num_inference_steps=3,
-    max_sequence_length=96,
-    text_encoder_out_layers=[1, 2],
-)
-def klein_edit() -> dict[str, Any]:
-    return _flux2()
 
 
 @family("Chroma", "ChromaPipeline", width=32, height=40, num_inference_steps=3, max_sequence_length=48)
@@ -163,4 +158,4 @@ def ovis() -> dict[str, Any]:
     }
 
 
-FAMILIES = (flux_dev, flux_true_guidance, kontext, klein, klein_edit, chroma, ovis)
+FAMILIES = (flux_dev, flux_true_guidance, kontext, fill, klein, chroma, ovis)

@@ -15,6 +15,8 @@ from diffusion_backend.loading import Stage
 from diffusion_backend.rows import Denoiser
 from diffusion_backend.self_check import BatchingCheck, check_batching
 from diffusion_backend.settings import Settings, resolve
+from diffusion_backend.task_pipelines import pipelines_by_task
+from diffusion_backend.tasks import INPAINTING
 from diffusion_backend.tombstones import Tombstones
 
 from tests.families.family import Family
@@ -54,6 +56,7 @@ class FourRequests:
             )[0]
             for stage in (Stage.ENCODE, Stage.DENOISE)
         )
+        encoder, self.pipe = (pipelines_by_task(pipe)[family.task] for pipe in (encoder, self.pipe))
         self.all = [self._settings(number) for number in range(len(PROMPTS))]
         self._calls = [
             seams.record(encoder, arguments_of(encoder, family, self._limits, settings))
@@ -67,7 +70,14 @@ class FourRequests:
         if scale is not None:
             # Not down to 1, where guidance is off and the pipeline makes other calls.
             parameters["guidance_scale"] = scale + number
-        return resolve(self._limits, PROMPTS[number], None, parameters, images=self._limits.max_images)
+        return resolve(
+            self._limits,
+            PROMPTS[number],
+            None,
+            parameters,
+            images=self._family.images,
+            has_mask=self._family.task == INPAINTING,
+        )
 
     def run(
         self, number: int, denoiser: Denoiser | None = None, prepare: seams.Prepare | None = None

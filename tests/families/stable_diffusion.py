@@ -84,8 +84,8 @@ def sd3() -> dict[str, Any]:
         "transformer": SD3Transformer2DModel(
             sample_size=16,
             patch_size=1,
-            in_channels=4,
-            out_channels=4,
+            in_channels=16,  # its inpainting asks for as many
+            out_channels=16,
             num_layers=2,
             attention_head_dim=8,
             num_attention_heads=4,
@@ -94,7 +94,7 @@ def sd3() -> dict[str, Any]:
             pooled_projection_dim=64,
         ),
         "scheduler": parts.flow_match(shift=3.0),
-        "vae": parts.kl_vae(4, use_quant_conv=False, use_post_quant_conv=False),
+        "vae": parts.kl_vae(16, use_quant_conv=False, use_post_quant_conv=False),
         "text_encoder": parts.clip_text_projected(),
         "tokenizer": tokenizers.clip(),
         "text_encoder_2": parts.clip_text_projected(),

@@ -24,6 +24,8 @@ from diffusion_backend.loading import Stage
 from diffusion_backend.model_config import read_model_config
 from diffusion_backend.repository import BuildOptions, add, read_model
 from diffusion_backend.settings import ModelLimits, check
+from diffusion_backend.task_pipelines import pipelines_by_task
+from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE
 
 from tests.families import parts
 from tests.families.catalogue import FAMILIES
@@ -33,8 +35,6 @@ from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
 from tests.families.wan import wan21, wan21_image
 
-# Those that are served as what they are.
-SERVED = [family for family in FAMILIES if family.task != "image-to-image"]
 # The size, the step of the sizes, and the rank of the latents; of video also the numbers of frames (the default, the
 # smallest, the largest, their step) and how many a second.
 EXPECTED = {
@@ -43,7 +43,9 @@ EXPECTED = {
     "Stable Diffusion 3": (32, 32, 2, 3),
     "FLUX.1 dev": (32, 40, 4, 3),
     "FLUX.1 with true guidance": (32, 40, 4, 3),
-    "FLUX.2 klein": (32, 40, 4, 3),
+    "FLUX.1 Kontext": (32, 40, 4, 3),
+    "FLUX.1 Fill": (32, 40, 4, 3),
+    "FLUX.2 klein": (64, 80, 4, 3),
     "Chroma": (32, 40, 4, 3),
     "Ovis-Image": (32, 40, 4, 3),
     "Z-Image": (32, 48, 4, 3),
@@ -74,13 +76,29 @@ EXPECTED = {
 
 def skeleton(value: object) -> object:
     """With tensors replaced by shape and dtype."""
-    return values.to_skeleton(value, lambda tensor: [*tensor.shape, str(tensor.dtype)])
+    in_order = values.map_tensors(value, torch.Tensor.contiguous)
+    return values.to_skeleton(in_order, lambda tensor: [*tensor.shape, str(tensor.dtype)])
 
+
+# The tasks of those that take images besides, and how many of them.
+FROM_AN_IMAGE = ((TEXT_TO_IMAGE, IMAGE_TO_IMAGE, INPAINTING), 1)
+TASKS: dict[str, tuple[tuple[str, ...], int]] = {
+    "Stable Diffusion 1.5": FROM_AN_IMAGE,
+    "Stable Diffusion XL": FROM_AN_IMAGE,
+    "Stable Diffusion 3": FROM_AN_IMAGE,
+    "FLUX.1 dev": FROM_AN_IMAGE,
+    "FLUX.1 with true guidance": FROM_AN_IMAGE,
+    "FLUX.1 Kontext": ((TEXT_TO_IMAGE, IMAGE_EDIT), 1),
+    "FLUX.1 Fill": ((INPAINTING,), 1),
+    "FLUX.2 klein": ((TEXT_TO_IMAGE, IMAGE_EDIT), 16),
+    "Z-Image": FROM_AN_IMAGE,
+    "Qwen-Image": FROM_AN_IMAGE,
+}
 
 AddedFamily = Callable[[Family], Added]
 
 
-@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_is_written_dry_is_what_real_weights_make(
     family: Family, saved: Callable[[Family], Path], added: AddedFamily
 ) -> None:
@@ -102,33 +120,43 @@ def test_what_is_written_dry_is_what_real_weights_make(
         len(latents.dims),
         *(frames if limits.makes_video else ()),
     ) == EXPECTED[family.name]
-    assert limits.task == family.task
+    own = (family.task,), family.images
+    assert (limits.tasks, limits.max_images) == TASKS.get(family.name, own)
     assert limits.makes_video or set(frames) == {None}
 
-    warmups = sorted((repository / f"{MODEL}_denoise/warmup").iterdir(), key=lambda path: len(path.name))
-    assert len(warmups) == len(limits.tasks)
-    dry = conditioning.unpack(warmups[0].read_bytes())  # the others name their task
-    settings = check(limits, dry.settings)
     pipeline = loading.open_pipeline(str(saved(family)))
-    encoder, denoiser = (
-        loading.load_stage(
-            pipeline,
-            stage,
-            device=CPU,
-            dtype=torch.float32,
-            methods=seams.STAND_IN_METHODS,
-            takes_image=limits.takes_image,
-        )[0]
+    encoders, denoisers = (
+        pipelines_by_task(
+            loading.load_stage(
+                pipeline,
+                stage,
+                device=CPU,
+                dtype=torch.float32,
+                methods=seams.STAND_IN_METHODS,
+                takes_image=limits.takes_image,
+            )[0]
+        )
         for stage in (Stage.ENCODE, Stage.DENOISE)
     )
-    seams.check_images(limits, settings, dry.images)
-    real = seams.record(encoder, seams.call_arguments(encoder, limits, settings, dry.images))
-    assert [(c.name, skeleton(c.result)) for c in dry.calls] == [(c.name, skeleton(c.result)) for c in real]
-    # The warmup sample runs with real weights, too, and its latents are those that warm up the next stage.
-    arguments = seams.call_arguments(denoiser, limits, settings, dry.images)
-    warm = seams.replay(denoiser, dry.calls, arguments, 0)
-    (sample, *_) = read_model_config(repository / f"{MODEL}_vae_decode").message.model_warmup
-    assert list(sample.inputs["latents"].dims) == list(warm.latents.shape[1:])
+    files = {file.name: file for file in (repository / f"{MODEL}_denoise/warmup").iterdir()}
+    size = f"{limits.default_width}x{limits.default_height}"
+    names = {task: f"{size}{'' if task == limits.task else f'_{task}'}.conditioning" for task in limits.tasks}
+    assert set(files) == set(names.values())
+    for task, name in names.items():
+        dry = conditioning.unpack(files[name].read_bytes())
+        settings = check(limits, dry.settings)
+        assert settings.task == task
+        seams.check_images(limits, settings, dry.images)
+        arguments = seams.call_arguments(encoders[task], limits, settings, dry.images)
+        real = seams.record(encoders[task], arguments)
+        assert [(c.name, skeleton(c.result)) for c in dry.calls] == [
+            (c.name, skeleton(c.result)) for c in real
+        ]
+        # The warmup sample runs with real weights, too, and its latents are those that warm up the next stage.
+        arguments = seams.call_arguments(denoisers[task], limits, settings, dry.images)
+        warm = seams.replay(denoisers[task], dry.calls, arguments, 0)
+        (sample, *_) = read_model_config(repository / f"{MODEL}_vae_decode").message.model_warmup
+        assert list(sample.inputs["latents"].dims) == list(warm.latents.shape[1:])
 
 
 def test_what_is_written_for_video(saved: Callable[[Family], Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
@@ -14,12 +15,15 @@ from diffusion_backend import conditioning, defaults, loading, oddities, seams
 from diffusion_backend.loading import Stage
 from diffusion_backend.settings import ModelLimits, Settings, resolve
 from diffusion_backend.stages.decode_settings import DecodeSettings
+from diffusion_backend.task_pipelines import pipelines_by_task
+from diffusion_backend.tasks import IMAGE_TO_IMAGE, INPAINTING
 from PIL import Image
 
 from tests.families.family import NEGATIVE_PROMPT, PROMPT, Family
 
 CPU = torch.device("cpu")
 SEED = 7
+STRENGTH = 0.6
 
 
 def limits_of(family: Family, folder: Path) -> ModelLimits:
@@ -39,7 +43,9 @@ def limits_of(family: Family, folder: Path) -> ModelLimits:
         source=str(folder),
         pipeline_class=family.pipeline,
         tasks=(family.task,),
-        max_images=int(family.takes_image),
+        max_images=family.images,
+        default_strength=STRENGTH if family.task == IMAGE_TO_IMAGE else None,
+        default_inpainting_strength=STRENGTH if family.task == INPAINTING else None,
         created=0,
         default_prompt=PROMPT,
         default_width=given.pop("width", 32),
@@ -69,7 +75,9 @@ class Made:
 
 
 def settings_of(limits: ModelLimits) -> Settings:
-    return resolve(limits, PROMPT, None, {"seed": SEED}, images=limits.max_images)
+    return resolve(
+        limits, PROMPT, None, {"seed": SEED}, images=limits.max_images, has_mask=limits.task == INPAINTING
+    )
 
 
 def arguments_of(
@@ -78,10 +86,22 @@ def arguments_of(
     return seams.call_arguments(pipe, limits, settings, images_of(family))
 
 
-def images_of(family: Family) -> dict[str, Image.Image]:
+def images_of(family: Family) -> seams.Images:
+    """As the encode stage makes them: the first has the size of the result, a second one has its own."""
     if not family.takes_image:
         return {}
-    return {"image": Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))}
+    width, height = family.size
+    first, *others = (_noise(number, width, height + 16 * number) for number in range(family.images))
+    images: dict[str, Any] = {seams.IMAGE: [first, *others] if others else first}
+    if family.task == INPAINTING:
+        mask = Image.new("RGB", family.size)
+        mask.paste("white", (width // 4, 0, width, height // 2))
+        images[seams.MASK] = mask
+    return images
+
+
+def _noise(seed: int, width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
 def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Made:
@@ -100,6 +120,7 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
         )[0]
         for stage in Stage
     )
+    encoder, denoiser = (pipelines_by_task(pipe)[family.task] for pipe in (encoder, denoiser))
     calls = seams.record(encoder, arguments_of(encoder, family, limits, settings))
     images = images_of(family)
     blob = conditioning.pack(conditioning.Conditioning(calls, settings.model_dump(), 0.0, images=images))
@@ -146,6 +167,8 @@ def unsplit(
     pipe = DiffusionPipeline.from_pretrained(
         folder, dtype=dtype, **oddities.init_arguments(loading.open_pipeline(str(folder)).pipeline_class)
     )
+    if family.relative is not None:
+        pipe = getattr(diffusers, family.relative)(**pipe.components, **family.init)
     pipe.set_progress_bar_config(disable=True)
     torch.manual_seed(settings.seed)
     floats: torch.Tensor = pipe(**arguments_of(pipe, family, limits, settings))[0]
