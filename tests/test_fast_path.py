@@ -401,6 +401,12 @@ def _with_other_upsampling() -> Any:
     return vae
 
 
+def _with_mirrored_borders() -> Any:
+    vae = AutoencoderKL(**KL)
+    vae.decoder.mid_block.resnets[0].conv2.padding_mode = "reflect"
+    return vae
+
+
 def _with_borders_of_its_own() -> Any:
     vae = AutoencoderKLWan(base_dim=16)
     vae.decoder.conv_in._padding = (1, 0, 1, 1, 2, 0)
@@ -419,6 +425,7 @@ def _with_borders_of_its_own() -> Any:
         (_with_other_activation, "not followed by SiLU"),
         (_with_other_layer, "decoder.conv_in is a Sequential, which is not known"),
         (_with_other_upsampling, "not a plain 3x3 convolution"),
+        (_with_mirrored_borders, "not of plain convolutions"),
         (_with_borders_of_its_own, "not one that looks back only"),
     ],
 )

@@ -358,7 +358,7 @@ def describe_input(stage: str) -> Any:
 @pytest.mark.parametrize(
     ("stage", "components"),
     [
-        ("encode", {"text_encoder", "text_encoder_2"}),
+        ("encode", {"text_encoder", "text_encoder_2", "vae"}),
         ("denoise", {"transformer"}),
         ("vae_decode", {"vae"}),
     ],

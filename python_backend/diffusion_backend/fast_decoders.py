@@ -116,7 +116,8 @@ def _rewrite_resnet(block: Any) -> nn.Module:
     _require(block.time_embedding_norm in ("default", "group"), "of a plain normalization")
     _require(block.upsample is None and block.downsample is None, "of one size")
     convolutions = [conv for conv in (block.conv1, block.conv2, block.conv_shortcut) if conv is not None]
-    _require(all(type(conv) is nn.Conv2d for conv in convolutions), "of plain convolutions")
+    plain = all(type(conv) is nn.Conv2d and conv.padding_mode == "zeros" for conv in convolutions)
+    _require(plain, "of plain convolutions")
     norms = [_group_norm_silu(norm, block.nonlinearity) for norm in (block.norm1, block.norm2)]
     return Resnet(block, *norms)
 

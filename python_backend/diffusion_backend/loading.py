@@ -154,7 +154,7 @@ def load_stage(
     each component, the dtype that its weights are stored in. With
     ``takes_image`` the encode stage has the VAE too, to encode images.
     """
-    held = _stages_held(stage, takes_image)
+    held = stages_held(stage, takes_image)
     own = [component for component in pipeline.modules if component.stage in held]
     dtypes = {
         component.name: dtype or stored_dtype(pipeline.folder / component.name)
@@ -214,7 +214,7 @@ def load_dry(
     takes_image: bool = False,
 ) -> DiffusionPipeline:
     """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
-    own = _stages_held(stage, takes_image)
+    own = stages_held(stage, takes_image)
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
@@ -242,7 +242,7 @@ def load_empty(pipeline: PipelineFolder) -> DiffusionPipeline:
     return _assemble(pipeline, {}, stand_ins)
 
 
-def _stages_held(stage: Stage, takes_image: bool) -> tuple[Stage, ...]:
+def stages_held(stage: Stage, takes_image: bool) -> tuple[Stage, ...]:
     """Whose components ``stage`` has: encode needs the VAE to encode images."""
     return (stage, Stage.VAE_DECODE) if takes_image and stage is Stage.ENCODE else (stage,)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusion_backend.previews import preview_steps, run_with_previews
+from diffusion_backend.tasks import steps_run
 from diffusion_backend.tombstones import Tombstones
 from torch import nn
 
@@ -46,7 +47,10 @@ def test_each_is_the_estimate_of_the_finished_latents(
         lambda step, preview: shown.append((step, preview.latents)),
     ).latents
     assert torch.equal(final, requests.denoise(NUMBER)), "the previews changed the picture"
-    assert [step for step, _ in shown] == list(range(1, steps + 1))
+    # A strength leaves the first ones out, and pipelines round differently.
+    least = steps_run(steps, requests.all[NUMBER].strength)
+    assert [step for step, _ in shown] == list(range(1, len(shown) + 1))
+    assert len(shown) in (least, min(least + 1, steps))
     distances = [((preview - final).norm() / final.norm()).item() for _, preview in shown]
     print(family.name, [f"{distance:.4f}" for distance in distances])
     # The last step takes the estimate for the result, but for schedulers (DDIM) whose last sigma is not quite 0.

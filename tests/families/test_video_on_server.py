@@ -88,7 +88,7 @@ def unsplit(
     limits = client.limits(name)
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    settings = resolve(limits, prompt, None, parameters)
+    settings = resolve(limits, prompt, None, parameters, images=0 if image is None else 1)
     torch.manual_seed(settings.seed)
     images = {} if image is None else {"image": image}
     arguments = {**seams.call_arguments(pipe, limits, settings, images), "output_type": "pil"}

@@ -204,7 +204,8 @@ def load(config: StageConfig, stage: Stage) -> tuple[Any, str]:
         methods=seams.STAND_IN_METHODS,
         takes_image=config.limits.takes_image,
     )
-    own = {component.name: component for component in pipeline.modules if component.stage == stage}
+    held = loading.stages_held(stage, config.limits.takes_image)
+    own = {component.name: component for component in pipeline.modules if component.stage in held}
     if config.loras and stage is not Stage.VAE_DECODE:
         from diffusion_backend import loras
 

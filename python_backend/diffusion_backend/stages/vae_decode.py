@@ -87,15 +87,14 @@ class TritonPythonModel:
                 self._decoder.check_latents(work.latents, work.settings)
             return self._decode(batch)
         except Exception as error:
-            if len(batch) == 1:
-                return self._recover(error, batch[0])
-        return [response for work in batch for response in self._answer([work])]  # whose fault it was
-
-    def _recover(self, error: Exception, work: Work) -> list[Any]:
-        if not is_worth_repeating(error, work.tier):
-            return [self._failure(error, work)]
-        logger.warning("%s: the fast decoder failed, decoding losslessly: %s", work.request_id, error)
-        return self._answer([dataclasses.replace(work, tier=Tier.LOSSLESS)])
+            if len(batch) == 1 and not is_worth_repeating(error, batch[0].tier):
+                return [self._failure(error, batch[0])]
+            reason = str(error)
+        # After the block: the error holds what the decode that failed has left in memory.
+        if len(batch) > 1:
+            return [response for work in batch for response in self._answer([work])]  # whose fault it was
+        logger.warning("%s: the fast decoder failed, decoding losslessly: %s", batch[0].request_id, reason)
+        return self._answer([dataclasses.replace(batch[0], tier=Tier.LOSSLESS)])
 
     def _decode(self, batch: list[Work]) -> list[Any]:
         import torch
