@@ -24,6 +24,8 @@ from openai.types import (
     ImageGenStreamEvent,
 )
 from openai_adapter.image_generation import ImageGenerator, Picture
+from openai_adapter.image_inputs import Inputs
+from openai_adapter.image_request import ImageRequest
 from openai_adapter.metrics import Metrics
 from openai_adapter.recovery import Recovery
 from openai_adapter.registry import Model, Registry
@@ -353,7 +355,7 @@ def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch:
     triton = Triton(Settings(), registry)
     monkeypatch.setattr(triton, "is_proven", lambda _name, _moment: True)
     request = image_request.parse(
-        {"prompt": PROMPT, "stream": True, "partial_images": 3, "num_inference_steps": 80}
+        ImageRequest, {"prompt": PROMPT, "stream": True, "partial_images": 3, "num_inference_steps": 80}
     )
     started = triton_metrics.read(server.metrics_url, "requests_total")
 
@@ -361,7 +363,8 @@ def test_a_second_attempt_repeats_no_preview(server: RunningServer, monkeypatch:
         seen = []
         async with AsyncDiffusionClient(server.grpc_url) as triton.client:
             generator = ImageGenerator(triton, Recovery(triton, registry, metrics), metrics, Settings())
-            async for picture in generator.stream(MODEL, image_request.plan(request, LIMITS), request):
+            plan = image_request.plan(request, LIMITS)
+            async for picture in generator.stream(MODEL, plan, request, Inputs()):
                 if not seen:
                     registry.report_loss(f"{MODEL}_denoise")
                 seen.append(picture)
