@@ -384,7 +384,7 @@ def test_check_list_and_remove_on_the_command_line(
     printed = capsys.readouterr().out
     assert re.search(r"transformer +FluxTransformer2DModel +1 files +10,282,944 bytes", printed)
     assert re.search(r"encode +loads +1,212,512 bytes", printed)
-    assert "serves text-to-image, by default 64x64, 20 steps\n" in printed
+    assert "serves text-to-image, image-to-image, inpainting, by default 64x64, 20 steps\n" in printed
     assert cli.main(["check", str(REPOSITORY / "emoji-wan/pipeline")]) == 0
     printed = capsys.readouterr().out
     assert (

@@ -13,7 +13,14 @@ from diffusion_backend import settings
 from diffusion_backend.errors import invalid, show
 from diffusion_backend.input_image import GivenImages
 from diffusion_backend.settings import ModelLimits, Settings
-from diffusion_backend.tasks import MAX_IMAGES, choose_task
+from diffusion_backend.tasks import (
+    IMAGE_EDIT,
+    IMAGE_TO_IMAGE,
+    INPAINTING,
+    MAX_IMAGES,
+    TEXT_TO_IMAGE,
+    choose_task,
+)
 from pydantic import Field
 
 from openai_adapter import generation_fields
@@ -212,12 +219,12 @@ def list_images(request: EditRequest) -> list[Reference]:
 def tasks_for(request: ImageRequest) -> tuple[str, ...]:
     """The tasks of models that would do, the best one first."""
     if not isinstance(request, EditRequest):
-        return ("text-to-image",)
+        return (TEXT_TO_IMAGE,)
     if isinstance(request, VariationRequest):
-        return ("image-to-image",)
+        return (IMAGE_TO_IMAGE,)
     if request.mask is not None:
-        return ("inpainting", "image-edit", "image-to-image")
-    return ("image-edit", "image-to-image", "inpainting")  # the image's own transparency may be a mask
+        return (INPAINTING, IMAGE_EDIT, IMAGE_TO_IMAGE)
+    return (IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING)  # the image's own transparency may be a mask
 
 
 def plan(request: ImageRequest, limits: ModelLimits, given: GivenImages = NO_IMAGES) -> Plan:

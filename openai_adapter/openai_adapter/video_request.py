@@ -14,13 +14,14 @@ from typing import Any
 from diffusion_backend import settings
 from diffusion_backend.errors import invalid, show
 from diffusion_backend.settings import ModelLimits, Settings
+from diffusion_backend.tasks import IMAGE_TO_VIDEO, TEXT_TO_VIDEO
 from pydantic import Field
 
 from openai_adapter import generation_fields
 from openai_adapter.generation_fields import REFUSED_SIDES, GenerationFields
 from openai_adapter.request_fields import PICTURE, Fields, check_names
 
-TASKS = ("text-to-video", "image-to-video")
+TASKS = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
 REFUSED = {
     "n": "a job makes one video",
     "stream": "a video is a job: ask for its status",

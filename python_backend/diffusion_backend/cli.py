@@ -157,7 +157,7 @@ def _check(args: argparse.Namespace) -> int:
         for problem in limits:
             print(f"refused: {problem}")
         return 1
-    print(f"serves {limits.task}, by default {_defaults(limits)}{_frame_limits(limits)}")
+    print(f"serves {', '.join(limits.tasks)}, by default {_defaults(limits)}{_frame_limits(limits)}")
     _warn_of_mixed_dtypes(pipeline)
     return 0
 

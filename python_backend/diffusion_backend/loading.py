@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,27 +216,27 @@ def load_dry(
 ) -> DiffusionPipeline:
     """``load_stage`` without weights: ``stage``'s components compute shapes only (on the CPU)."""
     own = stages_held(stage, takes_image)
-    stand_ins = {
-        component.name: build_stand_in(
-            component.cls,
-            pipeline.folder / component.name,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            methods=dry_methods(component.cls) if component.stage in own else methods[component.stage],
-        )
-        for component in pipeline.modules
-    }
-    return _assemble(pipeline, {}, stand_ins)
+    return _load_weightless(
+        pipeline,
+        lambda component: dry_methods(component.cls) if component.stage in own else methods[component.stage],
+    )
 
 
 def load_empty(pipeline: PipelineFolder) -> DiffusionPipeline:
     """The pipeline without any weights, to try what depends on shapes only: LoRAs."""
+    return _load_weightless(pipeline, lambda _: {})
+
+
+def _load_weightless(
+    pipeline: PipelineFolder, methods: Callable[[Component], dict[str, Method]]
+) -> DiffusionPipeline:
     stand_ins = {
         component.name: build_stand_in(
             component.cls,
             pipeline.folder / component.name,
             device=torch.device("cpu"),
             dtype=torch.float32,
+            methods=methods(component),
         )
         for component in pipeline.modules
     }

@@ -140,11 +140,6 @@ class ModelLimits(BaseModel):
         return any(map(needs_image, self.tasks))
 
     @property
-    def needs_image(self) -> bool:
-        """Whether every request must bring one."""
-        return all(map(needs_image, self.tasks))
-
-    @property
     def takes_mask(self) -> bool:
         return self.takes_image and not self.makes_video
 
