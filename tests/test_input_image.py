@@ -162,7 +162,7 @@ def test_colours_beneath_transparency_are_kept() -> None:
     ("mask", "code", "words"),
     [
         (with_alpha(255), "invalid_mask", "no pixel that is wholly transparent"),
-        (saved(picture(), "PNG"), "invalid_mask", "no pixel that is wholly transparent"),
+        (saved(picture(), "PNG"), "invalid_mask", "no alpha channel"),
         (with_alpha(0, (WIDTH, HEIGHT + 1)), "invalid_mask", "'mask' is 24x13, and 'image' 24x12"),
         (b"GIF89a", "invalid_image", "'mask' is no image file"),
         (bomb(9000, 9000), "image_too_large", "'mask' has 9000x9000 pixels"),

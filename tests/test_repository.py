@@ -118,6 +118,21 @@ def test_defaults_without_a_generation_config(tmp_path: Path) -> None:
     assert limits.call_arguments == {}
 
 
+def test_a_model_of_another_source_is_replaced_on_demand_only(tmp_path: Path) -> None:
+    repository, source = tmp_path / "repository", tmp_path / "pipeline"
+    add(str(PIPELINE), "fox", repository)
+    shutil.copytree(PIPELINE, source)
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    asked = f"'name' is 'fox', which is a model of {PIPELINE}; allowed: another name, or --replace"
+    with pytest.raises(DiffusionError, match=re.escape(asked)):
+        add(str(source), "fox", repository)
+    assert {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()} == before
+    assert all(change.what == "unchanged" for change in add(str(PIPELINE), "fox", repository))
+    replacing = BuildOptions(replace=True)
+    changes = {str(c.path): c.what for c in add(str(source), "fox", repository, replacing)}
+    assert {path for path, what in changes.items() if what != "unchanged"} == {"fox/config.pbtxt"}
+
+
 @pytest.mark.parametrize("name", ["", "-x", "a/b", "../x", "a b", "é", "x" * 129])
 def test_names_that_triton_cannot_take(tmp_path: Path, name: str) -> None:
     with pytest.raises(DiffusionError, match="'name' is"):
@@ -383,7 +398,7 @@ def test_check_list_and_remove_on_the_command_line(
     assert cli.main(["check", str(PIPELINE)]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"transformer +FluxTransformer2DModel +1 files +10,282,944 bytes", printed)
-    assert re.search(r"encode +loads +1,212,512 bytes", printed)
+    assert re.search(r"encode +loads +4,126,582 bytes", printed), "it encodes images: it has the VAE, too"
     assert "serves text-to-image, image-to-image, inpainting, by default 64x64, 20 steps\n" in printed
     assert cli.main(["check", str(REPOSITORY / "emoji-wan/pipeline")]) == 0
     printed = capsys.readouterr().out
@@ -392,7 +407,9 @@ def test_check_list_and_remove_on_the_command_line(
         in printed
     )
     assert cli.main(["list", "--repository", str(rebuilt)]) == 0
-    assert "emoji-flux" in capsys.readouterr().out
+    assert re.search(
+        "^emoji-flux +FluxPipeline +text-to-image, image-to-image, inpainting, 64x64", capsys.readouterr().out
+    )
     index = INDEX.replace("FluxPipeline", "StableDiffusionImg2ImgPipeline")
     edits: list[tuple[dict[str, str | None], str]] = [
         ({WEIGHTS: None}, "refused: transformer: it has no weights"),

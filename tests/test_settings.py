@@ -117,6 +117,15 @@ def test_bad_prompts(limits: ModelLimits, prompt: object, code: str) -> None:
     caught.value.to_text().encode()  # the error itself can be sent
 
 
+def test_an_image_is_varied_without_a_prompt(limits: ModelLimits) -> None:
+    assert resolve(limits, "", None, {}, images=1).prompt == ""
+    for options in ({"images": 1, "has_mask": True}, {}):
+        with pytest.raises(DiffusionError, match="'prompt' is ''; allowed: a text that is not blank"):
+            resolve(limits, "", None, {}, **options)
+    with pytest.raises(DiffusionError, match="'prompt' is ' '"):
+        resolve(limits, " ", None, {}, images=1)
+
+
 def test_negative_prompt_needs_guidance(limits: ModelLimits) -> None:
     assert resolve(limits, "a fox", "blue", {}).negative_prompt == "blue"
     with pytest.raises(DiffusionError, match="no effect with guidance_scale 1"):

@@ -128,7 +128,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"there is nothing at {show(request.url.path)}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{request.method[:20]} is not allowed at {show(request.url.path)}"
+        allowed = (error.headers or {}).get("Allow", "none")
+        message = f"{request.method[:20]} is not allowed at {show(request.url.path)}; allowed: {allowed}"
     code = _CODES.get(error.status_code, "invalid_request")
     return ApiError(error.status_code, message, code=code, headers=error.headers).to_response()
 

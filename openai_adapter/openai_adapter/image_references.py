@@ -121,13 +121,15 @@ class ImageReferences:
             url = httpx.URL()
         if url.scheme not in ("http", "https") or not url.host or url.userinfo:
             raise invalid(
-                field, f"'{field}' is {show(value)}; allowed: data URLs, http(s) URLs without user names"
+                field,
+                f"'{field}' is {show(value)}; allowed: a file (curl: -F {field}=@FILE), data URLs, "
+                "http(s) URLs without user names",
             )
         host = url.netloc.decode()
         port = url.port or {"http": 80, "https": 443}[url.scheme]
         if self._allowed_hosts.isdisjoint({host, f"{url.raw_host.decode()}:{port}"}):
-            hosts = f"data URLs, or hosts {', '.join(sorted(self._allowed_hosts))}"
-            allowed = hosts if self._allowed_hosts else "data URLs or uploads: this server fetches no URLs"
+            hosts = f"files, data URLs, or hosts {', '.join(sorted(self._allowed_hosts))}"
+            allowed = hosts if self._allowed_hosts else "files or data URLs: this server fetches no URLs"
             raise invalid(field, f"'{field}' is on host {show(host)}; allowed: {allowed}", "url_not_allowed")
         return url
 

@@ -37,7 +37,7 @@ _REFUSED = {
     **REFUSED_SIDES,
 }
 NO_IMAGES = GivenImages([], None)
-_ONE_IMAGE = "a file, a data URL, or an object with 'image_url'"
+_ONE_IMAGE = "a file (curl: -F image=@FILE), a data URL, or an object with 'image_url'"
 
 
 class ImageRequest(GenerationFields):
@@ -241,7 +241,7 @@ def plan(request: ImageRequest, limits: ModelLimits, given: GivenImages = NO_IMA
             size = limits.size_of_image(*given.size)
         own["strength"] = _strength(request, limits, len(given.images), has_mask)
     if isinstance(request, VariationRequest):
-        request = request.model_copy(update={"prompt": limits.default_prompt})
+        request = request.model_copy(update={"prompt": ""})
     resolved = generation_fields.resolve(
         request, limits, size, images=len(given.images), has_mask=has_mask, **own
     )

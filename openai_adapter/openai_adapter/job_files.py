@@ -7,6 +7,7 @@ file whose attempt never published is known as one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from openai_adapter.job_queue import Claim
 from openai_adapter.job_table import FileEntry
+
+logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"[a-z]+[0-9]*\.[a-z0-9]+")
 _NAME = re.compile(rf"(?P<job>[a-z]+_[0-9a-f]{{32}})\.(?P<token>[0-9]{{1,18}})\.{_PART.pattern}(\.tmp)?")
@@ -71,7 +74,10 @@ class JobFiles:
         return data
 
     def remove(self, names: Iterable[str]) -> int:
-        """Remove these where they still are; returns how many were."""
+        """Remove these where they still are; returns how many were.
+
+        What cannot be removed now is left to the next sweep, which removes the files that no job has.
+        """
         return sum(self._remove(name) for name in names if _NAME.fullmatch(name))
 
     def discard(self, claim: Claim, parts: Iterable[str]) -> int:
@@ -95,6 +101,9 @@ class JobFiles:
         try:
             self._fs.rm_file(self._path(name))
         except FileNotFoundError:  # another adapter was faster
+            return False
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", name, error)
             return False
         return True
 

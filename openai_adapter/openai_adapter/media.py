@@ -7,6 +7,7 @@ store's own modification time, so every adapter that shares the store agrees on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -49,8 +50,13 @@ class MediaStore:
         name = f"{secrets.token_urlsafe(24)}.{extension}"
         unfinished = self._path(name + _UNFINISHED)
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(unfinished, data)
-        self._fs.mv(unfinished, self._path(name))
+        try:
+            self._fs.pipe_file(unfinished, data)
+            self._fs.mv(unfinished, self._path(name))
+        except BaseException:  # the disk is full: what was written would keep it so
+            with contextlib.suppress(OSError):
+                self._fs.rm_file(unfinished)
+            raise
         return name
 
     def get(self, name: str) -> MediaFile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns while it is imported
     from diffusion_backend import container, launcher
 
     parser = argparse.ArgumentParser(
@@ -70,6 +72,7 @@ def _add_builder_commands(commands: Any) -> None:
         help="a LoRA that requests can ask for; may be given several times",
     )
     add.add_argument("--default-quality", default="lossless", choices=("lossless", "fast"), help="of 'auto'")
+    add.add_argument("--replace", action="store_true", help="even if NAME is a model of another source")
     add.set_defaults(run=_add)
 
     check = commands.add_parser("check", help="say what a pipeline holds and what stands in its way")
@@ -106,6 +109,7 @@ def _add(args: argparse.Namespace) -> int:
         warmup_batches=tuple(args.warmup_batch),
         default_quality=Tier(args.default_quality),
         loras=_parse_loras(args.lora),
+        replace=args.replace,
     )
     changes = add(args.source, args.name, args.repository, options)
     _print_changes(args.repository, changes)
@@ -150,13 +154,13 @@ def _check(args: argparse.Namespace) -> int:
             f"  {found.component.name:<18} {found.component.cls.__name__:<30} "
             f"{len(found.files)} files {found.bytes:>16,} bytes"
         )
-    for stage, size in stage_bytes(components).items():
-        print(f"{stage.value:<20} loads {size:>16,} bytes")
     limits = examine(args.source)
     if isinstance(limits, list):
         for problem in limits:
             print(f"refused: {problem}")
         return 1
+    for stage, size in stage_bytes(components, takes_image=limits.takes_image).items():
+        print(f"{stage.value:<20} loads {size:>16,} bytes")
     print(f"serves {', '.join(limits.tasks)}, by default {_defaults(limits)}{_frame_limits(limits)}")
     _warn_of_mixed_dtypes(pipeline)
     return 0
@@ -179,7 +183,7 @@ def _list(args: argparse.Namespace) -> int:
             continue
         revision = f" at {limits.source_revision}" if limits.source_revision else ""
         print(
-            f"{name:<24} {limits.pipeline_class:<28} {limits.task:<16} "
+            f"{name:<24} {limits.pipeline_class:<28} {', '.join(limits.tasks)}, "
             f"{_defaults(limits)}, from {limits.source}{revision}{_loras(limits)}"
         )
     return 1 if any(isinstance(limits, str) for limits in models.values()) else 0

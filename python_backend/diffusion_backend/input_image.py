@@ -111,8 +111,9 @@ def editable_part(image: Image.Image, mask: Image.Image | None) -> Image.Image |
         )
     part = _transparent(mask)
     if part is None or not part.getbbox():
+        lacks = "no alpha channel" if part is None else "no pixel that is wholly transparent"
         raise _no_mask(
-            "has no pixel that is wholly transparent; allowed: a PNG or WebP file, transparent where 'image' may change"
+            f"has {lacks}; allowed: a PNG or WebP file, transparent (alpha 0) where 'image' may change"
         )
     return part
 

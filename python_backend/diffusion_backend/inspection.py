@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion_backend.loading import Component, PipelineFolder, stored_dtype, weight_files
+from diffusion_backend.loading import Component, PipelineFolder, stages_held, stored_dtype, weight_files
 from diffusion_backend.stage_names import Stage
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -30,10 +30,13 @@ def inspect_pipeline(pipeline: PipelineFolder) -> list[ComponentFiles]:
     return [_inspect(component, pipeline.folder / component.name) for component in pipeline.modules]
 
 
-def stage_bytes(components: list[ComponentFiles]) -> dict[Stage, int]:
-    """The bytes of weights on disk that each stage loads."""
+def stage_bytes(components: list[ComponentFiles], *, takes_image: bool) -> dict[Stage, int]:
+    """The bytes of weights on disk that each stage loads; ``takes_image`` as in ``load_stage``."""
     return {
-        stage: sum(found.bytes for found in components if found.component.stage == stage) for stage in Stage
+        stage: sum(
+            found.bytes for found in components if found.component.stage in stages_held(stage, takes_image)
+        )
+        for stage in Stage
     }
 
 

@@ -43,7 +43,7 @@ class BuildOptions:
 
     ``instances`` are those of encode and denoise; ``warmup_sizes`` ("WxH") and ``warmup_batches`` (requests) are
     warmed besides the defaults; ``unary`` serves plain ``infer`` too, with one response a request. ``loras`` are
-    folders by name.
+    folders by name. ``replace``: the name may be that of a model of another source.
     """
 
     dtype: str = "auto"
@@ -55,6 +55,7 @@ class BuildOptions:
     warmup_batches: tuple[int, ...] = ()
     default_quality: Tier = Tier.LOSSLESS
     loras: Mapping[str, str] = field(default_factory=dict)
+    replace: bool = False
 
 
 def add(source: str, name: str, repository: Path, options: BuildOptions | None = None) -> list[Change]:
@@ -69,6 +70,8 @@ def add(source: str, name: str, repository: Path, options: BuildOptions | None =
     _check_name(name, repository)
     ensemble = repository / name
     source = _stored_source(source, ensemble)
+    if not options.replace:
+        _check_source(name, source, ensemble)
     pipeline = loading.open_pipeline(resolve_source(source, ensemble))
     problems = [problem for found in inspect_pipeline(pipeline) for problem in found.problems]
     if problems:
@@ -225,12 +228,30 @@ def _stored_source(source: str, ensemble: Path) -> str:
     return f"./{absolute.relative_to(home)}" if absolute.is_relative_to(home) else str(absolute)
 
 
+def _check_source(name: str, source: str, ensemble: Path) -> None:
+    """A model is not replaced by another one unless that is asked for."""
+    earlier = _earlier(ensemble, "source")
+    if earlier is not None and earlier != source:
+        raise unusable(
+            f"'name' is {show(name)}, which is a model of {earlier}; allowed: another name, or --replace",
+            "name",
+        )
+
+
 def _created(ensemble: Path) -> int:
     """The time of the first ``add``, in seconds since 1970: it stays when a model is added again."""
     try:
-        return int(read_model_config(ensemble).parameters["created"])
-    except (OSError, KeyError, ValueError):
+        return int(_earlier(ensemble, "created") or "")
+    except ValueError:
         return int(time.time())
+
+
+def _earlier(ensemble: Path, parameter: str) -> str | None:
+    """A parameter of the model as it is; None where there is none yet, or none that can be read."""
+    try:
+        return read_model_config(ensemble).parameters.get(parameter)
+    except (OSError, ValueError):
+        return None
 
 
 def _files(name: str, limits: ModelLimits, options: BuildOptions, warmup: Warmup) -> dict[str, bytes]:

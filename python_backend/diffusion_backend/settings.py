@@ -287,7 +287,7 @@ def check(limits: ModelLimits, fields: Mapping[str, object]) -> Settings:
     task = check_task(limits.tasks, fields.get("task"))
     steps = _integer("num_inference_steps", fields["num_inference_steps"], 1, limits.max_num_inference_steps)
     settings = Settings(
-        prompt=check_prompt(fields["prompt"]),
+        prompt=_prompt_of(task, fields["prompt"]),
         negative_prompt=_negative_prompt(limits, fields["negative_prompt"]),
         width=_side("width", fields["width"], limits.size_multiple, limits.max_width),
         height=_side("height", fields["height"], limits.size_multiple, limits.max_height),
@@ -429,6 +429,11 @@ def check_prompt(prompt: object, param: str = "prompt") -> str:
     if not text.strip():
         raise invalid(param, f"'{param}' is {show(text)}; allowed: a text that is not blank", "empty_prompt")
     return text
+
+
+def _prompt_of(task: str, prompt: object) -> str:
+    """An image can be varied without one."""
+    return "" if task == IMAGE_TO_IMAGE and prompt == "" else check_prompt(prompt)
 
 
 def _text(value: object, param: str) -> str:

@@ -109,6 +109,18 @@ def test_discard(files: JobFiles) -> None:
     assert [file.token for file in files.find_all()] == [1]
 
 
+def test_what_cannot_be_removed_is_left_to_the_sweep(folder: Path) -> None:
+    """A delete or the end of an attempt does not fail by it."""
+    files = JobFiles(f"file://{folder}")
+    entry = files.put(attempt(), "video.mp4", b"video")
+    kept = folder.rename(folder.with_name("elsewhere"))
+    folder.write_bytes(b"no folder")
+    assert files.remove([entry["name"]]) == files.discard(attempt(), ["video.mp4"]) == 0
+    folder.unlink()
+    kept.rename(folder)
+    assert files.remove([entry["name"]]) == 1
+
+
 def test_a_full_disk_is_not_filled_further(folder: Path) -> None:
     """What there was room for is removed again: a real limit of the system, in a process of its own."""
     script = f"""if True:

@@ -41,6 +41,7 @@ def test_router_errors(app: FastAPI) -> None:
     assert_envelope(send(app, "GET", "/health/"), 404, "not_found")
     wrong = send(app, "DELETE", "/v1/images/generations")
     assert_envelope(wrong, 405, "method_not_allowed")
+    assert wrong.json()["error"]["message"].endswith("; allowed: POST")
     assert wrong.headers["allow"] == "POST"
 
 
