@@ -239,6 +239,10 @@ def compiled(vae: Any, latents: torch.Tensor, dtype: torch.dtype | None) -> Call
     return decoding(vae, latents)
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 class LeftOutError(Exception):
     """This case cannot be measured here; the text says why."""
 
@@ -247,13 +251,19 @@ def measure_case(case: Case, device: torch.device, plan: Plan, ceilings: Ceiling
     """All contenders in shuffled turns.
 
     Raises:
-        LeftOutError: there is no fast path, or it does not fit into the GPU's memory.
+        LeftOutError: there is no fast path, it does not fit into the GPU's memory, or a kernel failed there.
     """
     try:
         result = _prepare(case, device, plan, started)
         _take_turns(result.contenders, device, plan, ceilings)
     except torch.OutOfMemoryError:
         raise LeftOutError("it does not fit into the GPU's memory") from None
+    except RuntimeError as error:
+        if device.type == "cpu":
+            raise
+        raise LeftOutError(
+            f"it failed: {_first_line(error)}"
+        ) from error  # the others may pass in the time there is
     finally:
         torch._dynamo.reset()
     for contender in result.contenders:
@@ -306,7 +316,11 @@ def _add_compiled(
         print(f"{case.name}: compiling", file=sys.stderr)
         begun = time.monotonic()
         decode = compiled(vae, latents, dtype)
-        contender = Contender(name, decode, quality=compare(decode(), reference))
+        try:
+            contender = Contender(name, decode, quality=compare(decode(), reference))
+        except Exception as error:  # whatever a compiler raises
+            result.notes.append(f"{name}: it failed: {_first_line(error)}")
+            continue
         result.compile_seconds[name] = time.monotonic() - begun
         result.notes.append(f"the first call of {name} took {result.compile_seconds[name]:.0f} s")
         result.contenders.append(contender)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import dataclasses
 import gc
+import json
 import pickle
 import threading
 import weakref
@@ -215,6 +218,31 @@ def test_threads_have_tiers_of_their_own() -> None:
         assert all(pool.map(run, range(4)))
 
 
+def test_tasks_of_one_thread_have_tiers_of_their_own() -> None:
+    """Each goes on in its own way after the others had their turn."""
+    vae, latents = make("AutoencoderKL")
+    install(vae, torch.bfloat16)
+    expected = {}
+    for enabled in (False, True):
+        with use_vae_fast_path(vae, enabled):
+            expected[enabled] = decode(vae, latents)
+
+    async def run(enabled: bool) -> bool:
+        with use_vae_fast_path(vae, enabled):
+            await asyncio.sleep(0)
+            first = torch.equal(decode(vae, latents), expected[enabled])
+            with use_vae_fast_path(vae, not enabled):
+                await asyncio.sleep(0)
+                other = torch.equal(decode(vae, latents), expected[not enabled])
+            await asyncio.sleep(0)
+            return first and other and torch.equal(decode(vae, latents), expected[enabled])
+
+    async def run_all() -> list[bool]:
+        return await asyncio.gather(*(run(number % 2 == 0) for number in range(4)))
+
+    assert asyncio.run(run_all()) == [True] * 4
+
+
 def test_the_gate_closes_after_an_error() -> None:
     vae, latents = make("AutoencoderKL")
     before = decode(vae, latents)
@@ -359,8 +387,9 @@ def test_the_state_that_a_clips_vae_keeps_is_of_one_decode(name: str) -> None:
                 assert torch.equal(decode(vae, latents), expected[enabled])
 
 
-def test_the_fast_decoder_goes_with_its_vae() -> None:
-    vae, latents = make("AutoencoderKL")
+@pytest.mark.parametrize("name", VAES)
+def test_the_fast_decoder_goes_with_its_vae(name: str) -> None:
+    vae, latents = make(name)
     decoder = weakref.ref(install(vae, torch.bfloat16))
     with use_vae_fast_path(vae, True):
         decode(vae, latents)
@@ -487,6 +516,46 @@ def test_a_decoder_that_fails_is_refused(method: str, monkeypatch: pytest.Monkey
     assert path.state == "refused"
     assert path.reason == "it failed: RuntimeError: no kernel for this device"
     decode(vae, latents)
+
+
+def test_a_second_one_is_refused_and_the_first_stays() -> None:
+    vae, _ = make("AutoencoderKL")
+    assert installed(vae).state == "installed"
+    with pytest.raises(ValueError, match="already"):
+        installed(vae)
+    with use_vae_fast_path(vae, True) as is_fast:
+        assert is_fast
+
+
+def test_what_it_shares_with_the_vae_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the VAE's own dtype all that has one axis is the VAE's."""
+    vae, _ = make("AutoencoderKL")
+    half = installed(vae).bytes
+    remove_vae_fast_path_gate(vae)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    whole = installed(vae)
+    own = sum(each.numel() * 4 for each in vae.decoder.parameters() if each.ndim == 4)
+    assert whole.dtype == "float32"
+    assert own <= whole.bytes < 2 * half
+
+
+def test_a_picture_of_one_colour_is_told_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No span, no peak: a figure all the same."""
+    monkeypatch.setattr(
+        FastDecoder, "forward", lambda _, z: torch.rand(len(z), 3, 4 * z.shape[2], 4 * z.shape[3])
+    )
+    vae, _ = make("AutoencoderKL")
+    for parameter in vae.decoder.conv_out.parameters():
+        parameter.zero_()
+    path = installed(vae)
+    assert path.state == "refused"
+    assert json.loads(json.dumps(dataclasses.asdict(path), allow_nan=False))["own_range_psnr_db"] == -200
+
+
+def test_what_is_not_finite_is_unlike_anything() -> None:
+    numbers = torch.zeros(3)
+    for odd in (float("nan"), float("inf")):
+        assert fast_path.psnr_db(numbers, numbers + odd, 255) == fast_path.UNLIKE_DB
 
 
 def test_differences_beyond_white_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

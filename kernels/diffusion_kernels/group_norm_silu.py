@@ -62,8 +62,17 @@ def _tunable(configs: list[Any]) -> list[Any]:
     return configs[:1] if INTERPRETED else configs
 
 
+STATISTICS_CONFIGS = [triton.Config({"STAGES": stages}, num_warps=4) for stages in (2, 1, 3, 4)]
+NORMALISE_CONFIGS = [
+    triton.Config({"TILE": 4096}, num_warps=4),
+    triton.Config({"TILE": 2048}, num_warps=4),
+    triton.Config({"TILE": 4096}, num_warps=8),
+    triton.Config({"TILE": 8192}, num_warps=8),
+]
+
+
 @triton.autotune(  # type: ignore[untyped-decorator]
-    configs=_tunable([triton.Config({"STAGES": stages}, num_warps=4) for stages in (2, 1, 3, 4)]),
+    configs=_tunable(STATISTICS_CONFIGS),
     key=["channels"],
 )
 @triton.jit(do_not_specialize=_OF_A_SIZE)  # type: ignore[untyped-decorator]
@@ -185,14 +194,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.autotune(  # type: ignore[untyped-decorator]
-    configs=_tunable(
-        [
-            triton.Config({"TILE": 4096}, num_warps=4),
-            triton.Config({"TILE": 2048}, num_warps=4),
-            triton.Config({"TILE": 4096}, num_warps=8),
-            triton.Config({"TILE": 8192}, num_warps=8),
-        ]
-    ),
+    configs=_tunable(NORMALISE_CONFIGS),
     key=["channels"],
 )
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]

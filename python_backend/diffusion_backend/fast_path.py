@@ -16,9 +16,10 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.nn.functional import pixel_shuffle
 
-from diffusion_backend import loading, seams
+from diffusion_backend import seams
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
 from diffusion_backend.fast_path_gate import (
+    has_vae_fast_path_gate,
     register_vae_fast_path_gate,
     remove_vae_fast_path_gate,
     use_vae_fast_path,
@@ -27,8 +28,10 @@ from diffusion_backend.fast_path_gate import (
 logger = logging.getLogger(__name__)
 
 IDENTICAL_DB = 200.0  # what stands for no difference at all
+UNLIKE_DB = -IDENTICAL_DB  # and for one beside which there is no signal
 _SIDES = ((1.0, 1.0), (0.75, 0.5))  # of the latents that are compared: two shapes
-_MOST_LATENTS = 32  # on a side: enough to meet every layer, and soon done on a CPU
+# On a side. On a CPU enough to meet every layer, and soon done; on a GPU a picture's, as kernels are tuned by it.
+_MOST_LATENTS = {"cpu": 32, "cuda": 128}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class FastPath:
     beyond white and black would hide their differences.
 
     ``rewritten`` counts the modules that the fast decoder has instead of the VAE's own, by class. ``bytes`` is what it
-    takes of memory.
+    takes of memory besides the weights that it shares with the VAE.
     """
 
     state: str  # installed, or refused
@@ -58,7 +61,12 @@ def install(
     """Give ``pipe.vae`` a fast decoder, unless it cannot be rewritten or makes other pictures.
 
     ``latents_shape`` is that of the model's default size, without a batch axis: [C, H, W] or [C, F, H, W].
+
+    Raises:
+        ValueError: it has one already.
     """
+    if has_vae_fast_path_gate(pipe.vae):
+        raise ValueError("this VAE has a fast path already")
     path = _try(pipe, latents_shape, device, min_psnr_db)
     if path.state == "installed":
         logger.info("fast VAE decoder installed: %s", path)
@@ -79,7 +87,7 @@ def _try(
         _require_kernels(device)
         decoder = FastDecoder(pipe.vae, dtype)
         register_vae_fast_path_gate(pipe.vae, decoder)
-        compared = _compare(pipe, latents_shape)
+        compared = _compare(pipe, latents_shape, _MOST_LATENTS[device.type])
     except CannotRewriteError as error:
         return FastPath("refused", str(error))
     except Exception as error:
@@ -92,7 +100,7 @@ def _try(
         own_range_psnr_db=round(compared.own_range_psnr_db, 2),
         max_difference=compared.max_difference,
         rewritten=decoder.rewritten,
-        bytes=loading.module_bytes(decoder),
+        bytes=_own_bytes(decoder, pipe.vae),
     )
     for what, found in (
         ("its pictures have", compared.psnr_db),
@@ -124,6 +132,12 @@ def fast_dtype(device: torch.device, vae_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if has_units else torch.float32
 
 
+def _own_bytes(decoder: FastDecoder, vae: Any) -> int:
+    """What it takes of memory: the weights that have the VAE's dtype and layout are the VAE's own."""
+    shared = {parameter.data_ptr() for parameter in vae.decoder.parameters()}
+    return sum(p.numel() * p.element_size() for p in decoder.parameters() if p.data_ptr() not in shared)
+
+
 @dataclass
 class _Comparison:
     """The worst of what was compared; see ``FastPath``."""
@@ -133,13 +147,15 @@ class _Comparison:
     max_difference: int = 0
 
 
-def _compare(pipe: DiffusionPipeline, latents_shape: Sequence[int]) -> _Comparison:
-    """Of fixed latents of two shapes: one alone, and two together."""
+def _compare(pipe: DiffusionPipeline, latents_shape: Sequence[int], most_latents: int) -> _Comparison:
+    """Of fixed latents of two shapes, with sides of so many at most: one alone, and two together."""
     generator = torch.Generator("cpu").manual_seed(0)
     *lead, height, width = latents_shape
     worst = _Comparison()
     for rows, (tall, wide) in enumerate(_SIDES, start=1):
-        sides = (_side(height, tall), _side(width, wide))
+        sides = [
+            max(1, int(min(side, most_latents) * share)) for side, share in ((height, tall), (width, wide))
+        ]
         latents = _denormalize(torch.randn((rows, *lead, *sides), generator=generator), pipe.vae)
         decoded, pictures = [], []
         for enabled in (False, True):
@@ -155,15 +171,14 @@ def _compare(pipe: DiffusionPipeline, latents_shape: Sequence[int]) -> _Comparis
 
 
 def psnr_db(a: torch.Tensor, b: torch.Tensor, peak: float) -> float:
-    """The peak signal-to-noise ratio of two tensors of one shape, in dB; IDENTICAL_DB where they are equal."""
+    """The peak signal-to-noise ratio of two tensors of one shape, in dB.
+
+    IDENTICAL_DB where they are equal; UNLIKE_DB where no peak or no finite difference is.
+    """
     mse = (a.double() - b.double()).square().mean().item()
     if mse == 0:
         return IDENTICAL_DB
-    return 10 * math.log10(peak**2 / mse) if peak else -math.inf
-
-
-def _side(side: int, share: float) -> int:
-    return max(1, min(int(side * share), int(_MOST_LATENTS * share)))
+    return 10 * math.log10(peak**2 / mse) if peak and math.isfinite(mse) else UNLIKE_DB
 
 
 def _denormalize(noise: torch.Tensor, vae: Any) -> torch.Tensor:

@@ -42,6 +42,11 @@ def register_vae_fast_path_gate(vae: Any, fast: Callable[..., Any]) -> None:
     _gates[decoder] = next(_numbers), fast
 
 
+def has_vae_fast_path_gate(vae: Any) -> bool:
+    """Whether ``vae`` is registered."""
+    return getattr(vae, "decoder", None) in _gates
+
+
 def remove_vae_fast_path_gate(vae: Any) -> None:
     """Leave ``vae`` as it was before it was registered."""
     decoder = getattr(vae, "decoder", None)

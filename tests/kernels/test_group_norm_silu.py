@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusion_kernels import group_norm_silu as group_norm
 from diffusion_kernels.group_norm_silu import bytes_moved, group_norm_silu, group_norm_silu_reference
 from torch import Tensor
 
@@ -118,6 +119,22 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
     together = group_norm_silu(x, 4, weight, bias, EPS)
     for image in range(3):
         assert torch.equal(group_norm_silu(x[image : image + 1], 4, weight, bias, EPS)[0], together[image])
+
+
+@pytest.mark.parametrize("kernel", [group_norm._statistics_kernel, group_norm._normalise_kernel])
+def test_tuning_does_not_change_a_byte(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = channels_last(random(2, 96, 67, 61, dtype=torch.float16))
+    weight, bias = parameters(96)
+    default = group_norm_silu(x, 32, weight, bias, EPS)
+    configs = (
+        group_norm.STATISTICS_CONFIGS
+        if kernel is group_norm._statistics_kernel
+        else group_norm.NORMALISE_CONFIGS
+    )
+    assert len(configs) == 4
+    for config in configs:
+        monkeypatch.setattr(kernel, "configs", [config])
+        assert torch.equal(group_norm_silu(x, 32, weight, bias, EPS), default), config
 
 
 def test_the_input_is_left_alone() -> None:

@@ -130,6 +130,7 @@ class TritonPythonModel:
             if not is_worth_repeating(error, tier):
                 raise
             logger.warning("%s: the fast decoder failed, decoding losslessly: %s", request_id, error)
+        decoder.metrics.repeated()  # after the block: the error holds what that decode has left in memory
         return self._decode(request_id, latents, settings, Tier.LOSSLESS)
 
 

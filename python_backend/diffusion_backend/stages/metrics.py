@@ -88,10 +88,20 @@ class DecodeMetrics:
             labels, "vae_decode_seconds", "one decode, of a batch where fast", "HISTOGRAM", buckets=_SECONDS
         )
         self._pictures = _Series(labels, "vae_decode_pictures_total", "decoded pictures and clips", "COUNTER")
+        self._repeats = _Series(
+            labels,
+            "vae_decode_repeats_total",
+            "fast decodes that failed and were repeated losslessly",
+            "COUNTER",
+        )
+        self._repeats.of().increment(0)
 
     def decoded(self, path: str, pictures: int, seconds: float) -> None:
         self._seconds.of(decode_path=path).observe(seconds)
         self._pictures.of(decode_path=path).increment(pictures)
+
+    def repeated(self) -> None:
+        self._repeats.of().increment(1)
 
 
 class _Series:

@@ -94,6 +94,7 @@ class TritonPythonModel:
         if len(batch) > 1:
             return [response for work in batch for response in self._answer([work])]  # whose fault it was
         logger.warning("%s: the fast decoder failed, decoding losslessly: %s", batch[0].request_id, reason)
+        self._decoder.metrics.repeated()
         return self._answer([dataclasses.replace(batch[0], tier=Tier.LOSSLESS)])
 
     def _decode(self, batch: list[Work]) -> list[Any]:
