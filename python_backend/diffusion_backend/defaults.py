@@ -102,12 +102,13 @@ def derive_limits(
         "call_arguments": given,
     }
     probe = _probe(runs, fields, (width, height))
-    further = probe.further_tasks()
+    step = probe.multiple()
+    further = probe.further_tasks(step)
     return ModelLimits(
         **{**probe.fields, **probe.frames(), **further},
         default_width=probe.width,
         default_height=probe.height,
-        size_multiple=probe.multiple(),
+        size_multiple=step,
         max_width=2 * probe.width,
         max_height=2 * probe.height,
     )
@@ -260,20 +261,26 @@ class _Probe:
             "num_frames_step": step,
         }
 
-    def further_tasks(self) -> dict[str, Any]:
-        """The fields of the tasks that pictures can be had by: those that make the default size as it is asked for."""
+    def further_tasks(self, step: int) -> dict[str, Any]:
+        """The fields of the tasks that pictures can be had by: those that make the size that they are asked for.
+
+        Both the default size and the next one: some pipelines always make one.
+        """
         first = self.fields["tasks"][0]
         if "frames_argument" in self.fields:
             return {}
         if any(map(needs_image, self._runs.by_task)):
             self._runs.take_images()
         others = [task for task in self._runs.by_task if task != first]
-        tasks = (first, *(task for task in others if self._makes(self.width, self.height, None, task)))
+        tasks = (first, *(task for task in others if self._makes_sizes(step, task)))
         images = int(any(map(needs_image, tasks)))
         if IMAGE_EDIT in tasks and self._makes(self.width, self.height, None, IMAGE_EDIT, images=2):
             images = MAX_IMAGES
         kept = {name: self.fields[name] if task in tasks else None for name, _, task in _STRENGTHS}
         return {"tasks": tasks, "max_images": images, **kept}
+
+    def _makes_sizes(self, step: int, task: str) -> bool:
+        return all(self._makes(self.width + more, self.height + more, None, task) for more in (0, step))
 
     def _makes(
         self,

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from torch import nn
 
-from diffusion_backend import oddities
+from diffusion_backend import oddities, processors
 from diffusion_backend.errors import DiffusionError, show, unusable
 from diffusion_backend.stage_names import Stage as Stage
 from diffusion_backend.standins import Method, build_stand_in, dry_methods
@@ -58,13 +58,15 @@ class Component:
 class PipelineFolder:
     """A diffusers pipeline on disk: its class and its torch modules.
 
-    ``source_revision`` is the commit that was downloaded; None for a local folder.
+    ``source_revision`` is the commit that was downloaded; None for a local folder. ``processors`` are the classes of
+    components that are not loaded by diffusers, which would load another one.
     """
 
     folder: Path
     pipeline_class: type[DiffusionPipeline]
     modules: list[Component]
     source_revision: str | None = None
+    processors: dict[str, Any] = field(default_factory=dict)
 
 
 def local_folder(source: str, revision: str | None = None) -> Path:
@@ -119,6 +121,7 @@ def open_pipeline(source: str, revision: str | None = None) -> PipelineFolder:
         raise _unusable(source, f"{index['_class_name']} is no diffusers pipeline class")
     left_out = oddities.init_arguments(pipeline_class)
     modules = []
+    others: dict[str, Any] = {}
     for name, entry in index.items():
         # Besides components there are options, such as ``"requires_safety_checker": false``.
         if name.startswith("_") or not isinstance(entry, list) or name in left_out or entry == [None, None]:
@@ -130,6 +133,8 @@ def open_pipeline(source: str, revision: str | None = None) -> PipelineFolder:
         cls = _find_class(entry[0], entry[1], source)
         if isinstance(cls, type) and issubclass(cls, nn.Module):
             modules.append(Component(name, cls))
+        elif (stand_in := processors.stand_in(cls)) is not None:
+            others[name] = stand_in
     for stage, what in ((Stage.DENOISE, "denoiser"), (Stage.VAE_DECODE, "VAE")):
         if not any(component.stage is stage for component in modules):
             raise _unusable(
@@ -137,7 +142,7 @@ def open_pipeline(source: str, revision: str | None = None) -> PipelineFolder:
             )
     # The hub's client names the folder of a download by its commit.
     commit = None if Path(source).is_dir() else folder.name
-    return PipelineFolder(folder, pipeline_class, modules, commit)
+    return PipelineFolder(folder, pipeline_class, modules, commit, others)
 
 
 def load_stage(
@@ -257,10 +262,20 @@ def _assemble(
         use_safetensors=True,
         local_files_only=True,
         **stand_ins,
+        **dict.fromkeys(pipeline.processors),
         **oddities.init_arguments(pipeline.pipeline_class),
     )
+    pipe.register_modules(**load_processors(pipeline))
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_processors(pipeline: PipelineFolder) -> dict[str, Any]:
+    """The components of ``pipeline.processors``."""
+    return {
+        name: cls.from_pretrained(pipeline.folder / name, local_files_only=True)
+        for name, cls in pipeline.processors.items()
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:

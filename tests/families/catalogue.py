@@ -42,6 +42,11 @@ IMAGE_TASKS: tuple[Family, ...] = (
     flux.kontext.doing(IMAGE_EDIT),
     flux.klein.doing(IMAGE_EDIT),
     flux.klein.doing(IMAGE_EDIT, images=2),
+    flux.flux2_dev.doing(IMAGE_EDIT),
+    flux.flux2_dev.doing(IMAGE_EDIT, images=2),
     *_from_an_image(dit.z_image, "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"),
     *_from_an_image(dit.qwen_image, "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
+    dit.qwen_edit.doing(IMAGE_EDIT),
+    dit.qwen_edit_plus.doing(IMAGE_EDIT),
+    dit.qwen_edit_plus.doing(IMAGE_EDIT, images=2),
 )

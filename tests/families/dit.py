@@ -85,6 +85,44 @@ def qwen_image() -> dict[str, Any]:
     }
 
 
+@family(
+    "Qwen-Image-Edit",
+    "QwenImageEditPipeline",
+    "image-edit",
+    width=32,
+    height=64,
+    num_inference_steps=2,
+    guidance_scale=3.0,
+)
+def qwen_edit() -> dict[str, Any]:
+    return {
+        **qwen_image.build(),
+        # Images are encoded with an area of 1024x1024, whatever their own: little is done at that size.
+        "vae": AutoencoderKLQwenImage(
+            base_dim=2,
+            z_dim=16,
+            dim_mult=[1] * 5,
+            num_res_blocks=0,
+            temperal_downsample=[False, True, True, True],
+        ),
+        "tokenizer": tokenizers.qwen_vl(),
+        "processor": parts.qwen_vl_processor(),
+    }
+
+
+@family(
+    "Qwen-Image-Edit-Plus",
+    "QwenImageEditPlusPipeline",
+    "image-edit",
+    width=32,
+    height=64,
+    num_inference_steps=2,
+    guidance_scale=3.0,
+)
+def qwen_edit_plus() -> dict[str, Any]:
+    return qwen_edit.build()
+
+
 @family("Sana", "SanaPipeline", width=32, height=64, num_inference_steps=3, complex_human_instruction=None)
 def sana() -> dict[str, Any]:
     return {
@@ -305,4 +343,16 @@ def prx() -> dict[str, Any]:
     }
 
 
-FAMILIES = (z_image, qwen_image, sana, pixart, hunyuan_image, aura_flow, lumina2, cogview4, prx)
+FAMILIES = (
+    z_image,
+    qwen_image,
+    qwen_edit,
+    qwen_edit_plus,
+    sana,
+    pixart,
+    hunyuan_image,
+    aura_flow,
+    lumina2,
+    cogview4,
+    prx,
+)

@@ -101,6 +101,31 @@ def fill() -> dict[str, Any]:
 )
 def klein() -> dict[str, Any]:
     return {
+        **_flux2(guidance_embeds=False),
+        "text_encoder": Qwen3ForCausalLM(parts.qwen3_config(layers=3)),
+        "tokenizer": tokenizers.qwen(),
+    }
+
+
+@family(
+    "FLUX.2 dev",
+    "Flux2Pipeline",
+    width=64,
+    height=80,
+    num_inference_steps=3,
+    max_sequence_length=320,  # its system message, and a prompt
+    text_encoder_out_layers=[1, 2],
+)
+def flux2_dev() -> dict[str, Any]:
+    return {
+        **_flux2(guidance_embeds=True),
+        "text_encoder": parts.mistral3(),
+        "tokenizer": parts.pixtral_processor(),
+    }
+
+
+def _flux2(*, guidance_embeds: bool) -> dict[str, Any]:
+    return {
         "transformer": Flux2Transformer2DModel(
             in_channels=16,
             num_layers=1,
@@ -110,7 +135,7 @@ def klein() -> dict[str, Any]:
             joint_attention_dim=64,  # two layers of the text encoder
             timestep_guidance_channels=16,
             axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=False,
+            guidance_embeds=guidance_embeds,
         ),
         "scheduler": parts.flow_match(use_dynamic_shifting=True),
         "vae": AutoencoderKLFlux2(
@@ -122,8 +147,6 @@ def klein() -> dict[str, Any]:
             norm_num_groups=4,
             sample_size=32,
         ),
-        "text_encoder": Qwen3ForCausalLM(parts.qwen3_config(layers=3)),
-        "tokenizer": tokenizers.qwen(),
     }
 
 
@@ -158,4 +181,4 @@ def ovis() -> dict[str, Any]:
     }
 
 
-FAMILIES = (flux_dev, flux_true_guidance, kontext, fill, klein, chroma, ovis)
+FAMILIES = (flux_dev, flux_true_guidance, kontext, fill, klein, flux2_dev, chroma, ovis)

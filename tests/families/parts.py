@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers import AutoencoderKL, AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
+from diffusion_backend import processors
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     Gemma2Config,
     Gemma2Model,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
     Qwen3Config,
     T5Config,
     T5EncoderModel,
@@ -20,6 +27,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from tests.families import tiny_tokenizers as tokenizers
 from tests.families.tiny_tokenizers import VOCABULARY
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -93,8 +101,42 @@ def qwen25_vl() -> Qwen2_5_VLForConditionalGeneration:
         "out_hidden_size": 32,
         "fullatt_block_indexes": [0],
     }
-    config = Qwen2_5_VLConfig(text_config=qwen25_text_config(), vision_config=vision)
+    tokens = tokenizers.qwen_vl().get_vocab()
+    config = Qwen2_5_VLConfig(
+        text_config=qwen25_text_config(),
+        vision_config=vision,
+        image_token_id=tokens["<|image_pad|>"],
+        video_token_id=tokens["<|video_pad|>"],
+        vision_start_token_id=tokens["<|vision_start|>"],
+        vision_end_token_id=tokens["<|vision_end|>"],
+    )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen_vl_processor() -> Qwen2VLProcessor:
+    """An image is at most 16 tokens: each is of four patches with a side of 14 pixels."""
+    without_video = processors.without_torchvision(Qwen2VLProcessor)
+    assert without_video is not None
+    return without_video(
+        image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 16 * 28**2}),
+        tokenizer=tokenizers.qwen_vl(),
+    )
+
+
+def mistral3() -> Mistral3ForConditionalGeneration:
+    text = MistralConfig(**_LAYERS, **_HEADS, num_hidden_layers=3, sliding_window=None)
+    vision = PixtralVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=56
+    )
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+
+
+def pixtral_processor() -> Any:
+    tokenizer = tokenizers.byte_level()
+    tokenizer.add_tokens(["[IMG]"], special_tokens=True)
+    return processors.PixtralProcessor(tokenizer, chat_template=tokenizers.PARTS_TEMPLATE)
 
 
 # A VAE whose pictures have eight times the side of its latents, which some pipelines take for granted.

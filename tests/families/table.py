@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from diffusion_backend import loading, oddities
+from diffusion_backend import loading, oddities, processors
 from diffusion_backend.loading import Component, Stage
 
 from tests.families.family import Family
@@ -28,7 +28,8 @@ that both made the same tensor in float32 on a CPU, with the same number of thre
 to pixels.
 
 The last column names what the product knows about a pipeline beyond what its own code does; the reasons stand in
-`python_backend/diffusion_backend/{Path(oddities.__file__ or "").name}`.
+`{Path(oddities.__file__ or "").name}` and, for processors that transformers loads with torchvision only, in
+`{Path(processors.__file__ or "").name}` (`python_backend/diffusion_backend`).
 
 Families that are not in the table may well work: `triton-diffusion add` tries a pipeline without its weights, and
 refuses it, with the reason, if it does not split.
@@ -78,7 +79,7 @@ def _times(count: int) -> str:
 
 
 def _exceptions(pipeline: loading.PipelineFolder, vae: Component, made: Made) -> list[str]:
-    """The entries of ``oddities`` that apply."""
+    """The entries of ``oddities`` and the classes of ``processors`` that apply."""
     cls = pipeline.pipeline_class
     names = [*oddities.call_arguments(cls, 1, 1), *oddities.init_arguments(cls)]
     names += [c.cls.__name__ for c in pipeline.modules if c.cls.__name__ in oddities.NESTED_CONFIGURATIONS]
@@ -86,7 +87,7 @@ def _exceptions(pipeline: loading.PipelineFolder, vae: Component, made: Made) ->
         names.append("upcast_vae")
     if len(made.latents_shape) == 5 and made.pixels.ndim == 3:
         names.append(oddities.picture.__name__)
-    return names
+    return names + [replacement.__name__ for replacement in pipeline.processors.values()]
 
 
 def task_row(family: Family, difference: float) -> str:

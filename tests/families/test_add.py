@@ -30,6 +30,7 @@ from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING, TEXT
 from tests.families import parts
 from tests.families.catalogue import FAMILIES
 from tests.families.conftest import MODEL, Added
+from tests.families.dit import qwen_edit
 from tests.families.family import Family
 from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
@@ -46,10 +47,13 @@ EXPECTED = {
     "FLUX.1 Kontext": (32, 40, 4, 3),
     "FLUX.1 Fill": (32, 40, 4, 3),
     "FLUX.2 klein": (64, 80, 4, 3),
+    "FLUX.2 dev": (64, 80, 4, 3),
     "Chroma": (32, 40, 4, 3),
     "Ovis-Image": (32, 40, 4, 3),
     "Z-Image": (32, 48, 4, 3),
     "Qwen-Image": (32, 48, 16, 4),
+    "Qwen-Image-Edit": (32, 64, 32, 4),
+    "Qwen-Image-Edit-Plus": (32, 64, 32, 4),
     "Sana": (32, 64, 32, 3),
     "PixArt-Sigma": (32, 48, 8, 3),
     "HunyuanImage 2.1": (64, 96, 8, 3),
@@ -91,8 +95,11 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
     "FLUX.1 Kontext": ((TEXT_TO_IMAGE, IMAGE_EDIT), 1),
     "FLUX.1 Fill": ((INPAINTING,), 1),
     "FLUX.2 klein": ((TEXT_TO_IMAGE, IMAGE_EDIT), 16),
+    "FLUX.2 dev": ((TEXT_TO_IMAGE, IMAGE_EDIT), 16),
     "Z-Image": FROM_AN_IMAGE,
     "Qwen-Image": FROM_AN_IMAGE,
+    "Qwen-Image-Edit": ((IMAGE_EDIT,), 1),
+    "Qwen-Image-Edit-Plus": ((IMAGE_EDIT,), 16),
 }
 
 AddedFamily = Callable[[Family], Added]
@@ -157,6 +164,19 @@ def test_what_is_written_dry_is_what_real_weights_make(
         warm = seams.replay(denoisers[task], dry.calls, arguments, 0)
         (sample, *_) = read_model_config(repository / f"{MODEL}_vae_decode").message.model_warmup
         assert list(sample.inputs["latents"].dims) == list(warm.latents.shape[1:])
+
+
+def test_a_task_that_makes_one_size_only_is_none_of_the_model_s(
+    saved: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    """QwenImageEditInpaintPipeline makes pictures of an area of 1024x1024, whatever it is asked for."""
+    shutil.copytree(saved(qwen_edit), tmp_path / "pipeline")
+    path = tmp_path / "pipeline/generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "width": 1024, "height": 1024}))
+    add(str(tmp_path / "pipeline"), MODEL, tmp_path / "repository", BuildOptions(warmup=False))
+    limits = read_model(tmp_path / "repository" / MODEL)
+    assert (limits.default_width, limits.default_height) == (1024, 1024)
+    assert limits.tasks == (IMAGE_EDIT,)
 
 
 def test_what_is_written_for_video(saved: Callable[[Family], Path], tmp_path: Path) -> None:

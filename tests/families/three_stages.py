@@ -164,9 +164,14 @@ def unsplit(
     """Plain diffusers with the same arguments: its tensor, and the pixels that its own conversion to PIL makes."""
     limits = limits_of(family, folder)
     settings = settings_of(limits)
+    pipeline = loading.open_pipeline(str(folder))
     pipe = DiffusionPipeline.from_pretrained(
-        folder, dtype=dtype, **oddities.init_arguments(loading.open_pipeline(str(folder)).pipeline_class)
+        folder,
+        dtype=dtype,
+        **dict.fromkeys(pipeline.processors),
+        **oddities.init_arguments(pipeline.pipeline_class),
     )
+    pipe.register_modules(**loading.load_processors(pipeline))
     if family.relative is not None:
         pipe = getattr(diffusers, family.relative)(**pipe.components, **family.init)
     pipe.set_progress_bar_config(disable=True)

@@ -19,6 +19,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Mistral's: a message's content is a list of parts.
+PARTS_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}[IMG]{% endif %}{% endfor %}{% endfor %}"
+)
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = 512  # of every text encoder: more than any tokenizer here has
 
@@ -54,6 +59,14 @@ def qwen() -> Qwen2Tokenizer:
         padding_side="right",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen_vl() -> Qwen2Tokenizer:
+    """With the tokens that stand for an image."""
+    images = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = qwen()
+    tokenizer.add_tokens(images, special_tokens=True)
     return tokenizer
 
 
