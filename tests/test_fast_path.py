@@ -87,6 +87,15 @@ def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return decoded
 
 
+def decode_both_ways(vae: Any, latents: torch.Tensor) -> dict[bool, torch.Tensor]:
+    """What is decoded with the gate open (True), and with it closed."""
+    made = {}
+    for enabled in (False, True):
+        with use_vae_fast_path(vae, enabled):
+            made[enabled] = decode(vae, latents)
+    return made
+
+
 def install(vae: Any, dtype: torch.dtype) -> FastDecoder:
     decoder = FastDecoder(vae, dtype)
     register_vae_fast_path_gate(vae, decoder)
@@ -202,10 +211,7 @@ def test_threads_have_tiers_of_their_own() -> None:
     """Two tiers on one VAE at the same time: each picture is that of its tier."""
     vae, latents = make("AutoencoderKL")
     install(vae, torch.bfloat16)
-    expected = {}
-    for enabled in (False, True):
-        with use_vae_fast_path(vae, enabled):
-            expected[enabled] = decode(vae, latents)
+    expected = decode_both_ways(vae, latents)
     meet = threading.Barrier(4)
 
     def run(number: int) -> bool:
@@ -222,10 +228,7 @@ def test_tasks_of_one_thread_have_tiers_of_their_own() -> None:
     """Each goes on in its own way after the others had their turn."""
     vae, latents = make("AutoencoderKL")
     install(vae, torch.bfloat16)
-    expected = {}
-    for enabled in (False, True):
-        with use_vae_fast_path(vae, enabled):
-            expected[enabled] = decode(vae, latents)
+    expected = decode_both_ways(vae, latents)
 
     async def run(enabled: bool) -> bool:
         with use_vae_fast_path(vae, enabled):
@@ -369,10 +372,7 @@ def test_the_state_that_a_clips_vae_keeps_is_of_one_decode(name: str) -> None:
     """Also where that one failed half-way, whichever way the next goes."""
     vae, latents = make(name)
     decoders = {False: vae.decoder, True: install(vae, torch.float32).decoder}
-    expected = {}
-    for enabled in (False, True):
-        with use_vae_fast_path(vae, enabled):
-            expected[enabled] = decode(vae, latents)
+    expected = decode_both_ways(vae, latents)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("half-way")
