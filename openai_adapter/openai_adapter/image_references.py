@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_ALLOWED = "a file, a data URL, or an object with 'image_url'"
+ONE_IMAGE = "a file, a data URL, or an object with 'image_url'"
 # RFC 2397, of which only base64 suits pictures. What media type it claims to be does not matter.
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
 # These wrap IPv4 addresses, private ones too: 6to4 (RFC 3056) and NAT64 (RFC 6052).
@@ -82,7 +82,7 @@ class ImageReferences:
 
     async def _read_url(self, value: object, field: str) -> bytes:
         if not isinstance(value, str):
-            raise invalid(field, f"'{field}' is {show(value)}; allowed: {_ALLOWED}")
+            raise invalid(field, f"'{field}' is {show(value)}; allowed: {ONE_IMAGE}")
         if _is_data_url(value):
             return await asyncio.to_thread(self._decode, value, field)
         url = self._check_url(value, field)
@@ -122,7 +122,7 @@ class ImageReferences:
         if url.scheme not in ("http", "https") or not url.host or url.userinfo:
             raise invalid(
                 field,
-                f"'{field}' is {show(value)}; allowed: a file (curl: -F {field}=@FILE), data URLs, "
+                f"'{field}' is {show(value)}; allowed: a file (curl: @FILE), data URLs, "
                 "http(s) URLs without user names",
             )
         host = url.netloc.decode()
@@ -168,11 +168,11 @@ def _is_data_url(value: str) -> bool:
 def _url_of(value: Mapping[object, object], field: str) -> object:
     value = {name: given for name, given in value.items() if given is not None}
     if "file_id" in value:
-        message = f"'{field}.file_id' is not supported: this server keeps no files; allowed: {_ALLOWED}"
+        message = f"'{field}.file_id' is not supported: this server keeps no files; allowed: {ONE_IMAGE}"
         raise invalid(f"{field}.file_id", message, "unsupported_parameter")
     if set(value) != {"image_url"}:
         names = ", ".join(show(name) for name in value) or "nothing"
-        raise invalid(field, f"'{field}' is an object of {names}; allowed: {_ALLOWED}")
+        raise invalid(field, f"'{field}' is an object of {names}; allowed: {ONE_IMAGE}")
     return value["image_url"]
 
 

@@ -25,6 +25,7 @@ from pydantic import Field
 
 from openai_adapter import generation_fields
 from openai_adapter.generation_fields import REFUSED_SIDES, GenerationFields
+from openai_adapter.image_references import ONE_IMAGE
 from openai_adapter.request_fields import PICTURE
 
 _GIF_ONLY = "it belongs to output_format 'gif', which is not supported"
@@ -37,7 +38,6 @@ _REFUSED = {
     **REFUSED_SIDES,
 }
 NO_IMAGES = GivenImages([], None)
-_ONE_IMAGE = "a file (curl: -F image=@FILE), a data URL, or an object with 'image_url'"
 
 
 class ImageRequest(GenerationFields):
@@ -78,7 +78,7 @@ class EditRequest(ImageRequest):
     image: Any = Field(
         None,
         json_schema_extra=PICTURE,
-        description=f"{_ONE_IMAGE}; or a list of 1 to {MAX_IMAGES} of these",
+        description=f"{ONE_IMAGE}; or a list of 1 to {MAX_IMAGES} of these",
     )
     images: Any = Field(
         None,
@@ -88,7 +88,7 @@ class EditRequest(ImageRequest):
     mask: Any = Field(
         None,
         json_schema_extra=PICTURE,
-        description=f"{_ONE_IMAGE}: a picture of the first image's size, transparent where that may change",
+        description=f"{ONE_IMAGE}: a picture of the first image's size, transparent where that may change",
     )
     input_fidelity: Literal["low", "high"] | None = Field(None, description="'low', 'high'")
     strength: Any = Field(
@@ -113,7 +113,7 @@ class VariationRequest(EditRequest):
     MAX_IMAGES: ClassVar[int] = 1
 
     prompt: Any = Field(None, json_schema_extra={"type": "null"})
-    image: Any = Field(None, json_schema_extra=PICTURE, description=_ONE_IMAGE)
+    image: Any = Field(None, json_schema_extra=PICTURE, description=ONE_IMAGE)
 
 
 # What a stage's refusal may blame a client for.

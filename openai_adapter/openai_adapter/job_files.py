@@ -6,7 +6,6 @@ file whose attempt never published is known as one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -19,12 +18,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from openai_adapter.job_queue import Claim
 from openai_adapter.job_table import FileEntry
+from openai_adapter.whole_files import put_whole
 
 logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"[a-z]+[0-9]*\.[a-z0-9]+")
 _NAME = re.compile(rf"(?P<job>[a-z]+_[0-9a-f]{{32}})\.(?P<token>[0-9]{{1,18}})\.{_PART.pattern}(\.tmp)?")
-_UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,8 @@ class JobFiles:
         if not _PART.fullmatch(part):
             raise ValueError(f"{part!r} is no name of a part")
         name = _name(claim, part)
-        unfinished = self._path(name + _UNFINISHED)
         self._fs.makedirs(self._root, exist_ok=True)
-        try:
-            self._fs.pipe_file(unfinished, data)
-            self._sync(unfinished)
-            self._fs.mv(unfinished, self._path(name))
-        except BaseException:  # the disk is full: what was written would keep it so
-            with contextlib.suppress(OSError):
-                self._remove(name + _UNFINISHED)
-            raise
+        put_whole(self._fs, self._path(name), data, before_rename=self._sync)
         self._sync(self._root)
         return {"name": name, "bytes": len(data)}
 

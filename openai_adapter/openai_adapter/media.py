@@ -7,7 +7,6 @@ store's own modification time, so every adapter that shares the store agrees on 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
@@ -22,11 +21,11 @@ from starlette.responses import Response
 from openai_adapter.errors import ApiError
 from openai_adapter.image_files import CONTENT_TYPES
 from openai_adapter.metrics import Metrics
+from openai_adapter.whole_files import UNFINISHED, put_whole
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{32}}\.({'|'.join(CONTENT_TYPES)})")
-_UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,8 @@ class MediaStore:
     def put(self, data: bytes, extension: str) -> str:
         """Store a file, all of it or nothing, and return its name."""
         name = f"{secrets.token_urlsafe(24)}.{extension}"
-        unfinished = self._path(name + _UNFINISHED)
         self._fs.makedirs(self._root, exist_ok=True)
-        try:
-            self._fs.pipe_file(unfinished, data)
-            self._fs.mv(unfinished, self._path(name))
-        except BaseException:  # the disk is full: what was written would keep it so
-            with contextlib.suppress(OSError):
-                self._fs.rm_file(unfinished)
-            raise
+        put_whole(self._fs, self._path(name), data)
         return name
 
     def get(self, name: str) -> MediaFile | None:
@@ -99,7 +91,7 @@ class MediaStore:
 
     @staticmethod
     def _is_ours(path: str) -> bool:
-        return _NAME.fullmatch(path.rpartition("/")[2].removesuffix(_UNFINISHED)) is not None
+        return _NAME.fullmatch(path.rpartition("/")[2].removesuffix(UNFINISHED)) is not None
 
 
 async def sweep_forever(store: MediaStore, metrics: Metrics) -> None:

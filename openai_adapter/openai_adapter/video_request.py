@@ -19,6 +19,7 @@ from pydantic import Field
 
 from openai_adapter import generation_fields
 from openai_adapter.generation_fields import REFUSED_SIDES, GenerationFields
+from openai_adapter.image_references import ONE_IMAGE
 from openai_adapter.request_fields import PICTURE, Fields, check_names
 
 TASKS = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
@@ -43,7 +44,7 @@ class VideoRequest(GenerationFields):
     input_reference: Any = Field(
         None,
         json_schema_extra=PICTURE,
-        description="a file, a data URL, or an object with 'image_url', for a model that takes an image",
+        description=f"{ONE_IMAGE}, for a model that takes an image",
     )
     seconds: Any = Field(
         None,

@@ -25,12 +25,7 @@ FILE = ("a fox.png", WHOLE_PNG)
 JSON = {"content-type": "application/json"}
 
 BAD_EDITS: list[tuple[dict[str, Any], str, str, str]] = [
-    (
-        {"image": None},
-        "image",
-        "missing",
-        "a file (curl: -F image=@FILE), a data URL, or an object with 'image_url'",
-    ),
+    ({"image": None}, "image", "missing", "a file, a data URL, or an object with 'image_url'"),
     ({"image": []}, "image", "too_many_images", "a list of 1 to 16"),
     ({"image": [URL] * 17}, "image", "too_many_images", "has 17 pictures; allowed: a file"),
     ({"images": [URL]}, "images", "conflicting_values", "one of the two"),
