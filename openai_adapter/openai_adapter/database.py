@@ -9,14 +9,16 @@ from contextlib import closing, contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select, text
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 from sqlalchemy.orm import DeclarativeBase, Session
+from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
 VERSION_TABLE = (
     "openai_adapter_schema"  # Alembic's own name may be taken, in a Postgres database that is shared
@@ -51,10 +53,10 @@ class Database:
     """An engine, and the two kinds of transaction on it. All methods block: call them in a worker thread.
 
     SQLite has one writer at a time: a transaction that writes begins by waiting for its turn, as one that has read
-    first could not have it any more.
+    first could not have it any more. Where its file is gone, transactions fail, and none makes a new one.
     """
 
-    def __init__(self, url: str, connections: int = 8) -> None:
+    def __init__(self, url: str, connections: int = 10) -> None:
         """Connects to nothing yet. ``connections``: as many as there are threads that use it.
 
         Raises:
@@ -128,14 +130,20 @@ def _parse_url(url: str) -> URL:
     )
     if driver not in ("sqlite", "postgresql+psycopg"):
         raise DatabaseError(f"there is no support for {driver!r} databases; allowed: sqlite, postgresql")
-    if driver == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise DatabaseError("an SQLite database needs a file: sqlite:////folder/jobs.sqlite3")
+    path = parsed.database or ""
+    if driver == "sqlite" and (path in ("", ":memory:") or path.startswith("file:")):
+        raise DatabaseError("an SQLite database needs a file, by its path: sqlite:////folder/jobs.sqlite3")
     return parsed.set(drivername=driver)
 
 
 def _create_engine(url: URL, connections: int) -> Engine:
     arguments: dict[str, Any]
-    if url.drivername == "sqlite":
+    is_sqlite = url.drivername == "sqlite"
+    if is_sqlite:
+        assert url.database
+        # Jobs in a new, empty file in the place of one that somebody removed would be lost without a word.
+        url = url.set(database="file:" + quote(str(Path(url.database).absolute())))
+        url = url.update_query_dict({"mode": "rw", "uri": "true"})
         arguments = {"timeout": _BUSY_SECONDS}
     else:
         arguments = {"connect_timeout": _CONNECT_SECONDS}
@@ -146,18 +154,41 @@ def _create_engine(url: URL, connections: int) -> Engine:
         connect_args=arguments,
         pool_size=connections,
         max_overflow=0,
-        pool_pre_ping=url.drivername != "sqlite",  # Postgres may have been restarted meanwhile
+        pool_pre_ping=not is_sqlite,  # Postgres may have been restarted meanwhile
     )
-    if url.drivername == "sqlite":
+    if is_sqlite:
         event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "checkout", _check_sqlite_file)
         event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
-def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+def _set_up_sqlite(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+    record.info["file"] = _identify_file(connection)
     connection.isolation_level = None  # the module would begin transactions by itself, and late
     # A commit is on the disk when it returns: SQLite's default, which some builds weaken in WAL mode.
     connection.execute("PRAGMA synchronous=FULL")
+
+
+def _check_sqlite_file(
+    connection: sqlite3.Connection, record: ConnectionPoolEntry, _proxy: PoolProxiedConnection
+) -> None:
+    """A connection to a file that was removed, or replaced, would go on in what nobody will ever read."""
+    file = _identify_file(connection)
+    if file is None or file != record.info["file"]:
+        raise DisconnectionError("the file of the database is another one")  # the pool connects anew
+
+
+def _identify_file(connection: sqlite3.Connection) -> tuple[int, int] | None:
+    """The device and inode of what is where the database's file should be, if anything is."""
+    _, _, path = connection.execute(
+        "PRAGMA database_list"
+    ).fetchone()  # the first is the file, behind it are temporary ones
+    try:
+        status = Path(path).stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _begin_sqlite(connection: Connection) -> None:

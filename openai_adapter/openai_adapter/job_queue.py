@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.orm import Session
 
 from openai_adapter.database import Database, read_clock
@@ -42,6 +42,20 @@ class JobQueue:
         """``ttl``: how many seconds a job is kept once it is done."""
         self._database = database
         self.ttl = ttl
+        self._worked_on: frozenset[str] = frozenset()
+
+    @contextmanager
+    def working_on(self, claim: Claim) -> Iterator[None]:
+        """While this lasts, nobody in this process takes the job over, even when its lease has run out.
+
+        A lease does so where the database was locked or away, and whoever waited for it together with the renewal
+        may be served first. To be entered on one thread only.
+        """
+        self._worked_on |= {claim.job.id}
+        try:
+            yield
+        finally:
+            self._worked_on -= {claim.job.id}
 
     def claim(
         self,
@@ -58,8 +72,9 @@ class JobQueue:
         """
         with self._database.writing() as session:
             now = read_clock(session)
-            _fail_exhausted(session, now, kind, self.ttl)
-            query = select(Job).where(Job.kind == kind, is_free(now), Job.attempts < Job.max_attempts)
+            free = self._is_free(now)
+            _fail_exhausted(session, now, free, kind, self.ttl)
+            query = select(Job).where(Job.kind == kind, free, Job.attempts < Job.max_attempts)
             if job_id is not None:
                 query = query.where(Job.id == job_id)
             if models is not None:
@@ -79,7 +94,7 @@ class JobQueue:
     def is_claimable(self, job_id: str) -> bool:
         """Whether nobody works on the job: by the clock that leases go by, and without a lock."""
         with self._database.reading() as session:
-            query = select(Job.id).where(Job.id == job_id, is_free(read_clock(session)))
+            query = select(Job.id).where(Job.id == job_id, self._is_free(read_clock(session)))
             return session.scalar(query) is not None
 
     def read_image(self, claim: Claim) -> bytes | None:
@@ -184,7 +199,14 @@ class JobQueue:
         """
         with self._database.writing() as session:
             now = read_clock(session)
-            return _fail_exhausted(session, now, None, self.ttl) + _fail_old(session, now, self.ttl)
+            free = self._is_free(now)
+            return _fail_exhausted(session, now, free, None, self.ttl) + _fail_old(
+                session, now, free, self.ttl
+            )
+
+    def _is_free(self, now: float) -> ColumnElement[bool]:
+        """The condition that nobody works on a job: not by what the table says, and not in this process."""
+        return and_(is_free(now), Job.id.not_in(self._worked_on))
 
     @contextmanager
     def _hold(self, claim: Claim) -> Iterator[tuple[Job, float]]:
@@ -217,8 +239,10 @@ def _renew(job: Job, now: float, claim: Claim) -> None:
     job.lease_until = now + claim.lease_seconds
 
 
-def _fail_exhausted(session: Session, now: float, kind: str | None, ttl: float) -> int:
-    query = select(Job).where(is_free(now), Job.attempts >= Job.max_attempts)
+def _fail_exhausted(
+    session: Session, now: float, free: ColumnElement[bool], kind: str | None, ttl: float
+) -> int:
+    query = select(Job).where(free, Job.attempts >= Job.max_attempts)
     if kind is not None:
         query = query.where(Job.kind == kind)
     jobs = session.scalars(query.order_by(Job.sequence).with_for_update(skip_locked=True)).all()
@@ -228,8 +252,8 @@ def _fail_exhausted(session: Session, now: float, kind: str | None, ttl: float) 
     return len(jobs)
 
 
-def _fail_old(session: Session, now: float, ttl: float) -> int:
-    query = select(Job).where(is_free(now), Job.created_at < now - ttl)
+def _fail_old(session: Session, now: float, free: ColumnElement[bool], ttl: float) -> int:
+    query = select(Job).where(free, Job.created_at < now - ttl)
     jobs = session.scalars(query.order_by(Job.sequence).with_for_update(skip_locked=True)).all()
     for job in jobs:
         message = f"this {job.kind} was not made within {ttl:g} seconds: {job.model} was busy, or not ready"

@@ -119,9 +119,10 @@ class KeyedImages:
                     return
                 await self._jobs.delete(KIND, job.caller, job.id)
             elif claim := await self._claim(now):
-                async with aclosing(self._make(claim, plan, request, inputs)) as pictures:
-                    async for picture in pictures:
-                        yield picture
+                with self._jobs.queue.working_on(claim):
+                    async with aclosing(self._make(claim, plan, request, inputs)) as pictures:
+                        async for picture in pictures:
+                            yield picture
                 return
             else:
                 await asyncio.sleep(_LOOK_SECONDS)

@@ -130,7 +130,8 @@ class VideoWorker:
     async def _work(self, claim: Claim) -> None:
         job_id = claim.job.id
         try:
-            outcome = await self._attempt(claim)
+            with self._jobs.queue.working_on(claim):
+                outcome = await self._attempt(claim)
         except LeaseLostError:
             outcome = "lost"
         except asyncio.CancelledError:

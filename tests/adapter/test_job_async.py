@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jobs import CALLER, KIND, key, new_job
 from openai_adapter.async_jobs import AsyncJobs
+from openai_adapter.database import Database, Lock
 from openai_adapter.job_queue import Claim, JobQueue, LeaseLostError
 from openai_adapter.job_table import JobStatus
 
@@ -62,6 +63,22 @@ def test_a_claim_whose_caller_was_cancelled_is_given_back(
         assert (found.status, found.attempts) == (JobStatus.QUEUED, 0)
 
     asyncio.run(stop())
+
+
+def test_reads_do_not_wait_behind_writes(jobs: AsyncJobs, database: Database) -> None:
+    """While another program has the database, or the lock of creations, for itself."""
+
+    async def read_while_locked() -> None:
+        job = (await jobs.create(new_job())).job
+        with database.writing(Lock.CREATE):
+            creating = [asyncio.create_task(jobs.create(new_job())) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            assert await asyncio.wait_for(jobs.get(KIND, CALLER, job.id), 5) is not None
+            assert not any(task.done() for task in creating)
+        await asyncio.gather(*creating)
+        assert len((await jobs.list_page(KIND, CALLER, limit=100)).data) == 21
+
+    asyncio.run(read_while_locked())
 
 
 def test_heartbeats_do_not_wait_behind_other_work_of_threads(jobs: AsyncJobs) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -9,10 +10,21 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from diffusion_backend.processes import free_ports
 from job_processes import PROCESSES, upgrade
-from jobs import create
+from jobs import CALLER, KIND, create
 from openai_adapter.database import VERSION_TABLE, Base, Database, DatabaseError
 from openai_adapter.job_store import JobStore
-from sqlalchemy import text
+from sqlalchemy import URL, text
+from sqlalchemy.exc import OperationalError
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Iterator[tuple[Database, Path]]:
+    """A database in a file, and the file."""
+    path = tmp_path / "folder" / "jobs.sqlite3"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    yield database, path
+    database.close()
 
 
 def test_migrations_make_the_tables_of_the_code(database: Database) -> None:
@@ -76,6 +88,43 @@ def test_sqlite_is_in_wal_mode_and_its_folder_is_made(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_a_path_of_any_characters(tmp_path: Path) -> None:
+    url = URL.create("sqlite", database=str(tmp_path / "50%41 ü#1" / "jobs?.sqlite3"))
+    database = Database(url.render_as_string())
+    database.upgrade()
+    create(JobStore(database))
+    database.close()
+    assert (tmp_path / "50%41 ü#1" / "jobs?.sqlite3").is_file()
+
+
+def test_nothing_is_written_to_a_file_that_was_removed(sqlite: tuple[Database, Path]) -> None:
+    """A job that only open connections can see is lost; and a new file would be empty."""
+    database, path = sqlite
+    store = JobStore(database)
+    create(store, 3)
+    path.unlink()
+    for call in (lambda: create(store), lambda: store.list_page(KIND, CALLER)):
+        with pytest.raises(OperationalError, match="unable to open database file"):
+            call()
+    assert not path.exists()
+
+
+def test_a_file_that_was_put_back_is_used(sqlite: tuple[Database, Path], tmp_path: Path) -> None:
+    """As from a backup."""
+    database, path = sqlite
+    store = JobStore(database)
+    (kept,) = create(store)
+    with closing(sqlite3.connect(path)) as live, closing(sqlite3.connect(tmp_path / "backup")) as backup:
+        live.backup(backup)
+    (later,) = create(store)
+    for part in path.parent.glob(f"{path.name}*"):
+        part.unlink()
+    (tmp_path / "backup").rename(path)
+    assert [job.id for job in store.list_page(KIND, CALLER).data] == [kept.id]
+    assert store.get(KIND, CALLER, later.id) is None
+    assert create(store)[0].sequence == later.sequence
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -83,6 +132,7 @@ def test_sqlite_is_in_wal_mode_and_its_folder_is_made(tmp_path: Path) -> None:
         ("mysql://host/name", "no support for 'mysql'"),
         ("sqlite://", "needs a file"),
         ("sqlite:///:memory:", "needs a file"),
+        ("sqlite:///file:jobs.sqlite3?uri=true", "needs a file, by its path"),
     ],
 )
 def test_other_databases_are_refused(url: str, words: str) -> None:

@@ -116,6 +116,27 @@ def test_whoever_lost_the_lease_can_do_nothing_more(
     assert get(store, job).files == FILES
 
 
+def test_a_process_does_not_take_over_its_own_work(
+    database: Database, store: JobStore, queue: JobQueue
+) -> None:
+    """Its lease may have run out because the database was locked: its renewal comes together with others' claims."""
+    (job,) = create(store, max_attempts=1)
+    others = JobQueue(database, queue.ttl)
+    slow = claim(queue, "slow")
+    with queue.working_on(slow):
+        expire(database, slow)
+        shift(database, job.id, created_at=-2 * queue.ttl)
+        assert not queue.is_claimable(job.id)
+        assert queue.claim(KIND, "slow", 1) is None
+        assert queue.claim(KIND, "slow", 1, job_id=job.id) is None
+        assert queue.fail_exhausted() == 0
+        assert others.is_claimable(job.id)
+        queue.heartbeat(slow)
+        expire(database, slow)
+    assert queue.is_claimable(job.id)
+    assert queue.fail_exhausted() == 1
+
+
 def test_a_lease_that_ran_out_is_good_while_nobody_else_wants_it(
     database: Database, store: JobStore, queue: JobQueue
 ) -> None:

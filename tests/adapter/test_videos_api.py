@@ -665,6 +665,27 @@ def test_jobs_outlive_the_adapter(start_video_adapter: StartAdapter, video_serve
         assert order == [completed["id"], interrupted, queued]
 
 
+def test_a_database_that_is_taken_away(start_video_adapter: StartAdapter) -> None:
+    """Nobody is told of a job that would be lost; what was there is there again with the file."""
+    adapter = start_video_adapter()
+    file = adapter.log.parent / "jobs.sqlite3"
+    with httpx.Client(base_url=adapter.url, timeout=60) as http:
+        completed = wait_completed(http, create(http, **FAST)["id"])
+        file.rename(file.with_suffix(".away"))
+        for answer in (
+            http.post(VIDEOS, json={"model": TEXT_TO_VIDEO, "prompt": PROMPT}),
+            http.get(VIDEOS),
+            http.get(f"{VIDEOS}/{completed['id']}"),
+            http.delete(f"{VIDEOS}/{completed['id']}"),
+        ):
+            assert refusal(answer)[0] == 503
+            assert "database of jobs" in answer.json()["error"]["message"]
+        assert not file.exists()
+        file.with_suffix(".away").rename(file)
+        assert [each["id"] for each in http.get(VIDEOS).json()["data"]] == [completed["id"]]
+        wait_completed(http, create(http, **FAST)["id"])
+
+
 def test_too_many_unfinished_videos(start_video_adapter: StartAdapter) -> None:
     adapter = start_video_adapter("--max-videos-in-flight", "1", "--max-unfinished-videos", "2")
     with httpx.Client(base_url=adapter.url, timeout=60) as http:
