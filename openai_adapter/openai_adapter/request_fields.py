@@ -54,14 +54,14 @@ def unwrap(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     extra = given.pop("extra_body", {})
     if not isinstance(extra, dict) or "extra_body" in extra:
-        raise invalid("extra_body", f"'extra_body' is {show(extra)}; allowed: an object of fields")
+        raise invalid("extra_body", f"'extra_body' is {_show(extra)}; allowed: an object of fields")
     for name, value in extra.items():
         if value is None:
             continue
         if name in given and not _same(given[name], value):
             raise invalid(
                 name,
-                f"{show(name)} is {show(given[name])}, and {show(value)} in 'extra_body'; allowed: one value",
+                f"{show(name)} is {_show(given[name])}, and {_show(value)} in 'extra_body'; allowed: one value",
                 "conflicting_values",
             )
         given[name] = value
@@ -155,6 +155,10 @@ def _typed(value: object, name: str, schema: Mapping[str, Any]) -> object:
         pattern, read = _TYPED[kind]
         return read(value) if pattern.fullmatch(value) else value
     return value
+
+
+def _show(value: object) -> str:
+    return "a file" if _has_file(value) else show(value)
 
 
 def _has_file(value: object) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 from diffusion_backend.errors import DiffusionError
 from openai_adapter.request_fields import Fields, Text, check_names, unwrap, validate
 from pydantic import Field
+from starlette.datastructures import UploadFile
 
 
 class Example(Fields):
@@ -53,6 +55,15 @@ def test_two_values_of_one_field(pair: tuple[Any, Any]) -> None:
 def test_an_extra_body_that_is_no_object(extra: Any) -> None:
     error = error_of(unwrap, {"extra_body": extra})
     assert (error.param, error.code) == ("extra_body", "invalid_value")
+
+
+def test_a_file_is_called_one() -> None:
+    """Nobody is shown how Python writes it."""
+    file = UploadFile(io.BytesIO(b"x"))
+    message = error_of(unwrap, {"extra_body": file}).message
+    assert message == "'extra_body' is a file; allowed: an object of fields"
+    message = error_of(unwrap, {"a": 1, "extra_body": {"a": [file]}}).message
+    assert message == "'a' is 1, and a file in 'extra_body'; allowed: one value"
 
 
 def test_names() -> None:
