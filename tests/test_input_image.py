@@ -30,8 +30,8 @@ def saved(image: Image.Image, file_format: str, **options: Any) -> bytes:
 
 
 def read(data: bytes, width: int, height: int) -> Image.Image:
-    given = input_image.open_images([data], None, takes_mask=False)
-    (image,) = given.fitted((width, height), (1024, 1024))
+    given = input_image.open_images([data], None, takes_mask=False, largest=LARGEST)
+    (image,) = given.fitted((width, height))
     return image
 
 
@@ -124,6 +124,7 @@ def with_alpha(
     return saved(image, "PNG")
 
 
+LARGEST = (1024, 1024)
 LEFT = (0, 0, WIDTH // 2, HEIGHT)
 
 
@@ -140,7 +141,7 @@ LEFT = (0, 0, WIDTH // 2, HEIGHT)
     ],
 )
 def test_what_is_transparent_may_change(image: bytes, mask: bytes | None) -> None:
-    given = input_image.open_images([image], mask, takes_mask=True)
+    given = input_image.open_images([image], mask, takes_mask=True, largest=LARGEST)
     part = np.asarray(given.fitted_part((2 * WIDTH, 2 * HEIGHT)))
     assert (part[:, :WIDTH] == 255).all()
     assert (part[:, WIDTH:] == 0).all()
@@ -148,13 +149,16 @@ def test_what_is_transparent_may_change(image: bytes, mask: bytes | None) -> Non
 
 @pytest.mark.parametrize("image", [saved(picture(), "PNG"), with_alpha(255), with_alpha(1)])
 def test_an_image_without_a_transparent_pixel_may_change_as_a_whole(image: bytes) -> None:
-    assert input_image.open_images([image], None, takes_mask=True).fitted_part((WIDTH, HEIGHT)) is None
+    assert (
+        input_image.open_images([image], None, takes_mask=True, largest=LARGEST).fitted_part((WIDTH, HEIGHT))
+        is None
+    )
 
 
 def test_colours_beneath_transparency_are_kept() -> None:
-    (image,) = input_image.open_images([with_alpha(255, box=LEFT)], None, takes_mask=True).fitted(
-        (WIDTH, HEIGHT), (64, 64)
-    )
+    (image,) = input_image.open_images(
+        [with_alpha(255, box=LEFT)], None, takes_mask=True, largest=LARGEST
+    ).fitted((WIDTH, HEIGHT))
     assert image.getpixel((0, 0)) == (1, 2, 3)
 
 
@@ -170,11 +174,41 @@ def test_colours_beneath_transparency_are_kept() -> None:
 )
 def test_refusals_name_the_mask(mask: bytes, code: str, words: str) -> None:
     with pytest.raises(DiffusionError, match=words) as caught:
-        input_image.open_images([saved(picture(), "PNG")], mask, takes_mask=True)
+        input_image.open_images([saved(picture(), "PNG")], mask, takes_mask=True, largest=LARGEST)
     assert (caught.value.param, caught.value.code) == ("mask", code)
 
 
 def test_further_images_keep_their_size_but_beyond_the_largest() -> None:
-    given = input_image.open_images([saved(picture(), "PNG")] * 2, None, takes_mask=True)
-    assert [image.size for image in given.fitted((8, 8), (64, 64))] == [(8, 8), (WIDTH, HEIGHT)]
-    assert [image.size for image in given.fitted((8, 8), (12, 64))] == [(8, 8), (12, 6)]
+    for largest, size in {LARGEST: (WIDTH, HEIGHT), (12, 64): (12, 6)}.items():
+        files = [saved(picture(), "PNG")] * 2
+        given = input_image.open_images(files, None, takes_mask=True, largest=largest)
+        assert given.size == (WIDTH, HEIGHT)
+        assert [image.size for image in given.fitted((8, 8))] == [(8, 8), size]
+
+
+@pytest.mark.parametrize("box", [(0, 0, 4, HEIGHT), (11, 0, 12, 1)])
+def test_what_is_marked_and_not_left_is_said(box: tuple[int, int, int, int]) -> None:
+    """Cropped away, or too thin."""
+    given = input_image.open_images([with_alpha(255, box=box)], None, takes_mask=True, largest=LARGEST)
+    assert given.fitted_part((WIDTH, HEIGHT)) is not None
+    with pytest.raises(DiffusionError, match=r"marks nothing, .* of the 3x3 pixels") as caught:
+        given.fitted_part((3, 3))
+    assert (caught.value.param, caught.value.code) == ("mask", "invalid_mask")
+
+
+def test_transparent_16_bit_grey_is_grey() -> None:
+    """Its transparent level is one of 65536: there is none of it in 8 bits."""
+    image = Image.fromarray(np.linspace(0, 65535, WIDTH * HEIGHT).astype(np.uint16).reshape(HEIGHT, WIDTH))
+    read_back = input_image.open_upright(saved(image, "PNG", transparency=5000))
+    assert read_back.mode == "RGB"
+    levels = np.asarray(read_back)[..., 0].astype(float).ravel()
+    np.testing.assert_allclose(levels, np.linspace(0, 255, WIDTH * HEIGHT), atol=0.51)
+
+
+def test_damaged_exif_is_left_alone() -> None:
+    """Only its orientation counts."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = exif.tobytes()
+    file = saved(picture(), "JPEG", exif=whole + b"\xff" * 7)
+    assert input_image.open_upright(file).size == (HEIGHT, WIDTH)

@@ -44,7 +44,7 @@ def test_the_task_is_told_by_what_a_request_brings(
     ("model", "images", "has_mask", "param", "words"),
     [
         ((TEXT_TO_IMAGE,), 1, False, "image", "one for text-to-image; allowed: none"),
-        (KONTEXT, 3, False, "image", "given 3 times; .* allowed: at most 2"),
+        (KONTEXT, 3, False, "image", "has 3 pictures, .* allowed: at most 2"),
         (FLUX, 0, True, "mask", "without 'image'"),
         ((IMAGE_EDIT,), 0, False, "image", "'image' is missing, and this model is one for image-edit"),
         ((INPAINTING,), 1, False, "mask", "'mask' is missing, and this model is one for inpainting"),

@@ -24,6 +24,11 @@ from openai_adapter.job_table import Job
 _HEADER = "idempotency-key"
 
 
+def is_keyed(request: Request) -> bool:
+    """Whether ``request`` brings a key: only then it matters what is the same as it."""
+    return _HEADER in request.headers
+
+
 def read_idempotency(request: Request, fields: object) -> Idempotency | None:
     """The key that ``request`` brings, if any, with a digest of its path and of all that its body asks for.
 

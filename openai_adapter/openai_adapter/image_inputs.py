@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from diffusion_backend.input_image import GivenImages, editable_part, shrink
@@ -20,6 +22,8 @@ from openai_adapter.image_files import encode
 from openai_adapter.image_references import ImageReferences
 from openai_adapter.image_request import EditRequest, ImageRequest, Plan, VariationRequest
 from openai_adapter.settings import Settings
+
+T = TypeVar("T")
 
 # Of a picture that an edit only looks at: no model looks at more.
 _MAX_REFERENCE_SIDE = 2048
@@ -34,7 +38,10 @@ class Inputs:
 
 
 class ImageInputs:
-    """Reads and decodes pictures, within an operator's limits: one at a time, as a large one takes a lot of memory."""
+    """Reads and decodes pictures, within an operator's limits.
+
+    Those of one request at a time are decoded, as a large one takes a lot of memory.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._references = ImageReferences(
@@ -51,28 +58,23 @@ class ImageInputs:
         """The pictures of a request."""
         return RequestInputs(self, request)
 
-    async def open(self, request: ImageRequest) -> GivenImages:
-        """The pictures of a request, decoded.
+    async def open(self, request: EditRequest, use: Callable[[GivenImages], T]) -> T:
+        """What ``use`` makes of the pictures of a request, in a thread; they are gone when it returns.
 
         Raises:
             DiffusionError: INVALID_ARG, naming the first field that is wrong, and what is allowed.
         """
-        if not isinstance(request, EditRequest):
-            return GivenImages([], None)
-        images: list[Image.Image] = []
-        for reference in image_request.list_images(request):
-            image = await self._decode(reference.value, reference.field)
-            # References beside the first are not needed any larger, and may be many.
-            images.append(shrink(image, _MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE) if images else image)
-        if isinstance(request, VariationRequest):
-            return GivenImages(images, None)
-        mask = None if request.mask is None else await self._decode(request.mask, "mask")
-        return GivenImages(images, await asyncio.to_thread(editable_part, images[0], mask))
+        read = self._references.read
+        images = [
+            (await read(each.value, each.field), each.field) for each in image_request.list_images(request)
+        ]
+        mask = None if request.mask is None else await read(request.mask, "mask")
 
-    async def _decode(self, reference: object, field: str) -> Image.Image:
-        data = await self._references.read(reference, field)
+        def decode_and_use() -> T:
+            return use(self._decode(images, mask, takes_mask=not isinstance(request, VariationRequest)))
+
         async with self._decoding:
-            return await asyncio.to_thread(uploads.decode, data, field, self._max_pixels)
+            return await asyncio.to_thread(decode_and_use)
 
     async def to_png(self, reference: object, field: str, size: tuple[int, int]) -> bytes:
         """The picture that ``reference`` is or refers to, of that size (width, height), as a PNG file.
@@ -84,14 +86,25 @@ class ImageInputs:
         async with self._decoding:
             return await asyncio.to_thread(uploads.to_png, data, field, self._max_pixels, size)
 
+    def _decode(self, files: list[tuple[bytes, str]], mask: bytes | None, *, takes_mask: bool) -> GivenImages:
+        images: list[Image.Image] = []
+        for data, field in files:
+            image = uploads.decode(data, field, self._max_pixels)
+            # References beside the first are not needed any larger, and may be many.
+            images.append(shrink(image, _MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE) if images else image)
+        if not takes_mask:
+            return GivenImages(images, None)
+        opened = None if mask is None else uploads.decode(mask, "mask", self._max_pixels)
+        return GivenImages(images, editable_part(images[0], opened))
+
 
 class RequestInputs:
-    """The pictures of one request: read and decoded once, when they are first needed."""
+    """The pictures of one request. Decoded they are held no longer than it takes to make files of them."""
 
     def __init__(self, inputs: ImageInputs, request: ImageRequest) -> None:
         self._inputs = inputs
         self._request = request
-        self._given: GivenImages | None = None
+        self._made: tuple[tuple[int, int], Inputs] | None = None  # of the size that comes first
 
     async def plan(self, limits: ModelLimits) -> Plan:
         """What the request comes to on a model, which its pictures have a say in.
@@ -99,22 +112,32 @@ class RequestInputs:
         Raises:
             DiffusionError: INVALID_ARG, naming the field, its value and what is allowed.
         """
-        return image_request.plan(self._request, limits, await self._open())
+        request = self._request
+        if not isinstance(request, EditRequest):
+            return image_request.plan(request, limits)
+        image_request.check_count(request, limits)
+
+        def use(given: GivenImages) -> tuple[Plan, Inputs]:
+            plan = image_request.plan(request, limits, given)
+            return plan, _to_files(given, plan.size)
+
+        plan, files = await self._inputs.open(request, use)
+        self._made = (plan.size, files)
+        return plan
 
     async def files(self, plan: Plan) -> Inputs:
         """What goes to Triton for ``plan``, which is this request's, or an earlier one's that asked for the same."""
-        given = await self._open()
-        size = (plan.settings.width, plan.settings.height)
-        return await asyncio.to_thread(_to_files, given, size) if given.images else Inputs()
-
-    async def _open(self) -> GivenImages:
-        if self._given is None:
-            self._given = await self._inputs.open(self._request)
-        return self._given
+        request = self._request
+        if not isinstance(request, EditRequest):
+            return Inputs()
+        if self._made is None or self._made[0] != plan.size:
+            files = await self._inputs.open(request, lambda given: _to_files(given, plan.size))
+            self._made = (plan.size, files)
+        return self._made[1]
 
 
 def _to_files(given: GivenImages, size: tuple[int, int]) -> Inputs:
-    images = given.fitted(size, (_MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE))
+    images = given.fitted(size)
     files = tuple(encode(np.asarray(image), "png", 100) for image in images)
     part = given.fitted_part(size)
     return Inputs(files, None if part is None else _mask_file(part))

@@ -55,6 +55,7 @@ class ImageReferences:
             DiffusionError: INVALID_ARG, naming ``field``, its value and what is allowed.
         """
         if isinstance(value, UploadFile):
+            await value.seek(0)
             data = await value.read(self._max_bytes + 1)
             self._check_size(len(data), field)
             return data
@@ -63,17 +64,14 @@ class ImageReferences:
         return await self._read_url(value, field)
 
     async def digest(self, value: object) -> object:
-        """What stands for ``value`` where requests are compared: what was sent, with a file's digest for the file."""
+        """What stands for ``value`` where requests are compared: what was sent, with a digest for each file, whether it
+        was uploaded or is in a data URL."""
         if isinstance(value, UploadFile):
-            data = await value.read(self._max_bytes + 1)
             await value.seek(0)
-            return {"sha256": (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()}
+            data = await value.read(self._max_bytes + 1)
+            return await asyncio.to_thread(_digest, data)
         if isinstance(value, str) and _is_data_url(value):
-            return {
-                "sha256": (
-                    await asyncio.to_thread(hashlib.sha256, value.encode(errors="replace"))
-                ).hexdigest()
-            }
+            return await asyncio.to_thread(_digest_url, value)
         if isinstance(value, Mapping):
             return {name: await self.digest(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -159,6 +157,20 @@ class ImageReferences:
         if size > self._max_bytes:
             message = f"the file in '{field}' is too large; allowed: {self._max_bytes} bytes"
             raise invalid(field, message, "file_too_large")
+
+
+def _digest(data: bytes) -> object:
+    return {"sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _digest_url(url: str) -> object:
+    match = _DATA_URL.match(url)
+    try:
+        return _digest(
+            base64.b64decode(url[match.end() :], validate=True) if match else url.encode(errors="replace")
+        )
+    except ValueError:  # it is refused where it is read
+        return _digest(url.encode(errors="replace"))
 
 
 def _is_data_url(value: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from diffusion_backend import settings
-from diffusion_backend.errors import invalid, show
+from diffusion_backend.errors import DiffusionError, invalid, show
 from diffusion_backend.input_image import GivenImages
 from diffusion_backend.settings import ModelLimits, Settings
 from diffusion_backend.tasks import (
@@ -19,6 +19,7 @@ from diffusion_backend.tasks import (
     INPAINTING,
     MAX_IMAGES,
     TEXT_TO_IMAGE,
+    check_images,
     choose_task,
 )
 from pydantic import Field
@@ -131,6 +132,11 @@ class Plan:
     n: int
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the images, in pixels."""
+        return self.settings.width, self.settings.height
+
+    @property
     def images(self) -> list[Settings]:
         """The settings of each image."""
         first = self.settings.seed
@@ -216,6 +222,21 @@ def list_images(request: EditRequest) -> list[Reference]:
     return [Reference(f"{name}[{index}]", value) for index, value in enumerate(given)]
 
 
+def check_count(request: EditRequest, limits: ModelLimits) -> None:
+    """Whether the model takes as many images, before anybody fetches or decodes them.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming the field.
+    """
+    check_images(
+        limits.tasks,
+        len(list_images(request)),
+        has_mask=request.mask is not None,
+        max_images=limits.max_images,
+        name="image" if request.images is None else "images",
+    )
+
+
 def tasks_for(request: ImageRequest) -> tuple[str, ...]:
     """The tasks of models that would do, the best one first."""
     if not isinstance(request, EditRequest):
@@ -242,9 +263,15 @@ def plan(request: ImageRequest, limits: ModelLimits, given: GivenImages = NO_IMA
         own["strength"] = _strength(request, limits, len(given.images), has_mask)
     if isinstance(request, VariationRequest):
         request = request.model_copy(update={"prompt": ""})
-    resolved = generation_fields.resolve(
-        request, limits, size, images=len(given.images), has_mask=has_mask, **own
-    )
+    try:
+        resolved = generation_fields.resolve(
+            request, limits, size, images=len(given.images), has_mask=has_mask, **own
+        )
+    except DiffusionError as error:
+        half = isinstance(request, EditRequest) and request.input_fidelity == "high"
+        if error.param != "strength" or not half:
+            raise
+        raise invalid("input_fidelity", f"'input_fidelity' is 'high', so that {error.message}") from None
     largest = settings.MAX_SEED - request.n + 1
     if resolved.seed > largest:
         raise invalid(

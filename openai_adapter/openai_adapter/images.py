@@ -16,7 +16,7 @@ from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.bodies import is_form, read_fields, read_json_object
 from openai_adapter.disconnects import while_connected
 from openai_adapter.event_stream import EventStream
-from openai_adapter.idempotency import read_idempotency
+from openai_adapter.idempotency import is_keyed, read_idempotency
 from openai_adapter.image_generation import ImageGenerator, Picture, collect
 from openai_adapter.image_inputs import ImageInputs
 from openai_adapter.image_request import EditRequest, ImageRequest, VariationRequest
@@ -88,7 +88,7 @@ class Images:
 
     async def _begin(self, http_request: Request, given: Mapping[str, Any], request: ImageRequest) -> Making:
         """The pictures: as they are made, or as they were made before with the same key."""
-        sent = await self._inputs.digest(given)
+        sent = await self._inputs.digest(given) if is_keyed(http_request) else None
         caller, key = caller_of(http_request), read_idempotency(http_request, sent)
         inputs = self._inputs.of(request)
         if key and (known := await self._keyed.find(caller, key, request, inputs)):

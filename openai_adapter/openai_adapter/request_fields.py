@@ -151,6 +151,8 @@ def _typed(value: object, name: str, schema: Mapping[str, Any]) -> object:
     if _is_picture(schema):
         return parse_json_object(value, name) if value.startswith("{") else value
     kind = schema.get("type")
+    if isinstance(kind, list) and "object" in kind and value.startswith("{"):
+        return parse_json_object(value, name)
     if isinstance(kind, str) and kind in _TYPED:
         pattern, read = _TYPED[kind]
         return read(value) if pattern.fullmatch(value) else value

@@ -11,25 +11,14 @@ import io
 
 import numpy as np
 from diffusion_backend.errors import DiffusionError, invalid
-from diffusion_backend.input_image import fit
-from PIL import ExifTags, Image, UnidentifiedImageError
+from diffusion_backend.input_image import fit, upright
+from PIL import Image, UnidentifiedImageError
 
 from openai_adapter.image_files import encode
 
 ALLOWED = "one PNG, JPEG or WebP picture"
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-# What turns a picture of that EXIF orientation upright.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def to_png(data: bytes, field: str, max_pixels: int, size: tuple[int, int] | None = None) -> bytes:
@@ -58,7 +47,7 @@ def decode(data: bytes, field: str, max_pixels: int) -> Image.Image:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_header(image, field, max_pixels)
             image.load()
-            return _convert(image)
+            return upright(image)
     except (DiffusionError, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -79,18 +68,6 @@ def _check_header(image: Image.Image, field: str, max_pixels: int) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames != 1 and image.format != "MPO":
         raise _refuse(field, f"is animated ({frames} frames)", "animated_image")
-
-
-def _convert(image: Image.Image) -> Image.Image:
-    orientation = image.getexif().get(ExifTags.Base.Orientation)
-    if image.mode.startswith("I"):
-        # 16-bit grey. Pillow's own conversion clips it instead of scaling; a transparent grey is not looked for.
-        eight_bits = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
-        converted = Image.fromarray(eight_bits.astype(np.uint8)).convert("RGB")
-    else:
-        has_alpha = image.mode in _WITH_ALPHA or "transparency" in image.info
-        converted = image.convert("RGBA" if has_alpha else "RGB")
-    return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted
 
 
 def _on_white(image: Image.Image) -> Image.Image:

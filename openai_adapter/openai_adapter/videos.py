@@ -85,7 +85,8 @@ class Videos:
         if is_form(request):
             given = from_form(VideoRequest, given)
         asked = video_request.parse(given)
-        key = idempotency.read_idempotency(request, await self._inputs.digest(given))
+        sent = await self._inputs.digest(given) if idempotency.is_keyed(request) else None
+        key = idempotency.read_idempotency(request, sent)
         if key and (known := await idempotency.find_job(self._jobs, KIND, caller_of(request), key)):
             return known
         model, limits = self._registry.require_ready(asked.model, *video_request.tasks_for(asked))

@@ -2,7 +2,8 @@
 
 A file is turned as its EXIF orientation says, converted to RGB as diffusers' ``load_image`` does it (transparency is
 dropped), scaled until it covers the size that was asked for, and cropped to that size about its centre. What is wholly
-transparent, of a mask or of the image itself, is what may change; it is scaled and cropped alike.
+transparent, of a mask or of the image itself, is what may change; it is scaled and cropped alike. References beside the
+first image keep their proportions, and are scaled down where they are larger than is of use.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from diffusion_backend.errors import DiffusionError, invalid
 
@@ -20,6 +21,17 @@ MAX_BYTES = 50 << 20
 # Told by the header, before anything is decoded: a few bytes of PNG can hold a picture of gigabytes.
 MAX_PIXELS = 64_000_000
 _MAX_SIXTEEN_BITS = 65535
+# What turns a picture of that EXIF orientation upright. Pillow's own ``exif_transpose`` writes the rest of the EXIF
+# anew, and fails where that is damaged.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 @dataclass(frozen=True)
@@ -37,23 +49,44 @@ class GivenImages:
         """(width, height) of the first one; None where there is none."""
         return self.images[0].size if self.images else None
 
-    def fitted(self, size: tuple[int, int], largest: tuple[int, int]) -> list[Image.Image]:
-        """RGB: the first of ``size`` (width, height), the others as they are, or scaled down to ``largest``."""
+    def fitted(self, size: tuple[int, int]) -> list[Image.Image]:
+        """RGB: the first of ``size`` (width, height), the others as they are."""
         first, *others = (image.convert("RGB") for image in self.images)
-        return [fit(first, *size), *(shrink(other, *largest) for other in others)]
+        return [fit(first, *size), *others]
 
     def fitted_part(self, size: tuple[int, int]) -> Image.Image | None:
-        """``part`` as ``fit`` makes the image of it: no pixel of it is in between."""
-        return self.part and ImageOps.fit(self.part, size, Image.Resampling.NEAREST)
+        """``part`` as ``fit`` makes the image of it: no pixel of it is in between.
+
+        Raises:
+            DiffusionError: INVALID_ARG, naming ``mask``: nothing that it marks is left.
+        """
+        if self.part is None:
+            return None
+        part = ImageOps.fit(self.part, size, Image.Resampling.NEAREST)
+        if not part.getbbox():
+            raise _no_mask(
+                f"marks nothing, or the image's own transparency does, of the {size[0]}x{size[1]} pixels that are "
+                "left of 'image' when it is scaled and cropped to that; allowed: a part that is in there, and not "
+                "too thin for it"
+            )
+        return part
 
 
-def open_images(files: Sequence[bytes], mask: bytes | None, *, takes_mask: bool) -> GivenImages:
+def open_images(
+    files: Sequence[bytes], mask: bytes | None, *, takes_mask: bool, largest: tuple[int, int]
+) -> GivenImages:
     """The images of a request for a model; ``takes_mask``: their transparency is one where there is no ``mask``.
+
+    ``largest`` (width, height): of references beside the first.
 
     Raises:
         DiffusionError: INVALID_ARG, naming ``image`` or ``mask``: what is wrong with it.
     """
-    images = [open_upright(file) for file in files]
+    # One by one: there may be many, and each takes a lot of memory before it is shrunk.
+    images = [
+        shrink(open_upright(file), *largest) if index else open_upright(file)
+        for index, file in enumerate(files)
+    ]
     if not images or not takes_mask:
         return GivenImages(images, None)
     return GivenImages(images, editable_part(images[0], None if mask is None else open_upright(mask, "mask")))
@@ -83,14 +116,21 @@ def open_upright(data: bytes, param: str = "image") -> Image.Image:
         raise _too_large(param, f"{image.width}x{image.height} pixels")
     try:
         image.load()
-        upright = _eight_bits(ImageOps.exif_transpose(image))
-        return upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+        return upright(image)
     except Exception as error:  # what the file holds decides what is raised
         raise invalid(
             param,
             f"'{param}' is a {image.format} file that is damaged or cut short ({error}); allowed: a whole one",
             "invalid_image",
         ) from None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """A picture that is loaded, as it is to be seen: 8-bit RGB, or RGBA where its format has transparency."""
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    image = _eight_bits(image)
+    image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 def editable_part(image: Image.Image, mask: Image.Image | None) -> Image.Image | None:
@@ -136,7 +176,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Grey of 16 bits, which Pillow itself would cut off at 255."""
     if not image.mode.startswith("I"):
         return image
-    return image.convert("I").point(lambda level: level * (255 / _MAX_SIXTEEN_BITS)).convert("L")
+    grey = image.convert("I").point(lambda level: level * (255 / _MAX_SIXTEEN_BITS) + 0.5).convert("L")
+    grey.info.pop("transparency", None)  # a level of 16 bits
+    return grey
 
 
 def _transparent(image: Image.Image) -> Image.Image | None:

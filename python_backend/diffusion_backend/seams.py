@@ -13,6 +13,7 @@ generators seeded alike, so the result is bit-identical to the unsplit pipeline.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -209,7 +210,8 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
     """Run the pipeline up to its first denoiser call and return what its encoders returned, in call order.
 
     Raises:
-        DiffusionError: INVALID_ARG with the pipeline's own words when its ``check_inputs`` refuses the arguments.
+        DiffusionError: INVALID_ARG with the pipeline's own words when its ``check_inputs`` refuses the arguments, or
+            what it prepares images with refuses those.
     """
     run = _private_copy(pipe)
     calls: list[Call] = []
@@ -237,6 +239,8 @@ def record(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> list[Call]:
 
     _replace_encoding_methods(run, recorder)
     _blame_the_client(run)
+    if IMAGE in arguments:
+        _blame_the_image(run)
     try:
         with torch.no_grad():
             run(**arguments)
@@ -471,17 +475,43 @@ def _random_state(arguments: dict[str, Any]) -> bytes:
 
 
 def _blame_the_client(run: DiffusionPipeline) -> None:
-    """``check_inputs`` raises for what the caller sent; anything else that raises is our fault."""
-    if not hasattr(run, "check_inputs"):
-        return
-    check_inputs = run.check_inputs
+    """``check_inputs`` raises for what the caller sent; but for images, all else that raises is our fault."""
+    if hasattr(run, "check_inputs"):
+        run.check_inputs = _blaming(run.check_inputs, "the pipeline refuses the request")
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+
+def _blame_the_image(run: DiffusionPipeline) -> None:
+    """What turns images to tensors raises for those it can do nothing with: too small, too long, ..."""
+    for name in ("image_processor", "video_processor", "processor", "feature_extractor"):
+        if (processor := getattr(run, name, None)) is not None:
+            vars(run)[name] = _BlamingProcessor(processor)
+
+
+class _BlamingProcessor:
+    """A processor, of which every call blames the image."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _blaming(self._processor, _NO_SUCH_IMAGE, IMAGE)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._processor, name)
+        return _blaming(value, _NO_SUCH_IMAGE, IMAGE) if inspect.isroutine(value) else value
+
+
+_NO_SUCH_IMAGE = "the pipeline can do nothing with 'image'"
+
+
+def _blaming(function: Callable[..., Any], what: str, param: str | None = None) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def blamed(*args: Any, **kwargs: Any) -> Any:
         try:
-            return check_inputs(*args, **kwargs)
+            return function(*args, **kwargs)
         except (ValueError, TypeError) as error:
             raise DiffusionError(
-                f"the pipeline refuses the request: {error}", code="invalid_value", status=Status.INVALID_ARG
+                f"{what}: {error}", param=param, code="invalid_value", status=Status.INVALID_ARG
             ) from None
 
-    run.check_inputs = checked
+    return blamed

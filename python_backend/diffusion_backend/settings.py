@@ -122,6 +122,9 @@ class ModelLimits(BaseModel):
                 "strength": self.strength_of(self.task),
             },
         )
+        for task in self.tasks:
+            strength = self.strength_of(task)
+            check_strength(task, strength, self.default_num_inference_steps, has_default=strength is not None)
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from diffusion_backend.errors import invalid
+from diffusion_backend.errors import invalid, show
 
 TEXT_TO_IMAGE, IMAGE_TO_IMAGE, INPAINTING = "text-to-image", "image-to-image", "inpainting"
 # After an instruction, with one image or several as references.
@@ -20,16 +20,19 @@ def needs_image(task: str) -> bool:
     return not task.startswith("text-")
 
 
-def check_images(tasks: Sequence[str], images: int, *, has_mask: bool, max_images: int) -> None:
-    """What can be said of a request's images before anybody looks at them.
+def check_images(
+    tasks: Sequence[str], images: int, *, has_mask: bool, max_images: int, name: str = "image"
+) -> None:
+    """What can be said of a request's images, which its field ``name`` has, before anybody looks at them.
 
     Raises:
-        DiffusionError: INVALID_ARG, naming ``image`` or ``mask``: there are too many, or the model takes none.
+        DiffusionError: INVALID_ARG, naming ``name`` or ``mask``: there are too many, or the model takes none.
     """
     if images > max_images:
         allowed = "none" if max_images == 0 else f"at most {max_images}"
         code = "image_not_supported" if max_images == 0 else "too_many_images"
-        raise invalid("image", f"'image' is given {images} times; {_has(tasks)}; allowed: {allowed}", code)
+        has = "1 picture" if images == 1 else f"{images} pictures"
+        raise invalid(name, f"'{name}' has {has}, and {_has(tasks)}; allowed: {allowed}", code)
     if has_mask and images == 0:
         raise invalid("mask", "'mask' is given without 'image'; allowed: both, or 'image' alone")
     if has_mask and IMAGE_TO_VIDEO in tasks:
@@ -86,7 +89,7 @@ def check_task(tasks: Sequence[str], task: object) -> str:
     if not task:
         return tasks[0]
     if task not in tasks:
-        raise invalid("task", f"'task' is {task!r}; allowed: {', '.join(tasks)}")
+        raise invalid("task", f"'task' is {show(task)}; allowed: {', '.join(tasks)}")
     return str(task)
 
 
@@ -100,10 +103,10 @@ def check_strength(task: str, value: object, num_inference_steps: int, *, has_de
     """
     if not has_default:
         if value is not None:
-            raise invalid("strength", f"'strength' is {value!r}; allowed for {task}: none")
+            raise invalid("strength", f"'strength' is {show(value)}; allowed for {task}: none")
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise invalid("strength", f"'strength' is {value!r}; allowed: numbers above 0, at most 1")
+        raise invalid("strength", f"'strength' is {show(value)}; allowed: numbers above 0, at most 1")
     if steps_run(num_inference_steps, float(value)) < 1:
         raise invalid(
             "strength",

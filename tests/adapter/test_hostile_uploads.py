@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from adapter_process import AdapterProcess
 from hostile_files import ALLOWED, NAMES, REFUSED, WHOLE_PNG, picture, save
@@ -121,6 +123,12 @@ def test_an_odd_file_is_no_mask(watched: Watched, name: str) -> None:
     answer = watched.post([("image", image), ("mask", ALLOWED[name])])
     if is_mask:
         assert answer.status_code == 200, answer.text
+        kept = np.asarray(Image.open(io.BytesIO(ALLOWED[name])).convert("RGBA"))[..., 3] != 0
+        made = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+        assert 0 < kept.mean() < 1
+        assert made.size == kept.shape[::-1]
+        assert (np.asarray(made)[kept] == 0).all()
+        assert (np.asarray(made)[~kept] != 0).any()
     else:
         assert refusal(answer) == (400, "mask", "invalid_mask")
 
@@ -159,11 +167,9 @@ def test_a_file_s_name_means_nothing(watched: Watched, name: str) -> None:
 def test_nothing_was_written_and_memory_is_bounded(watched: Watched) -> None:
     """After all of the above, in one process: only the data folder has changed."""
     data = watched.folder / "data"
-    outside = [
-        line
-        for line in watched.writes.read_text().splitlines()
-        if str(data) not in line and "/dev/null" not in line
-    ]
+    lines = watched.writes.read_text().splitlines()
+    assert any(str(data) in line for line in lines)
+    outside = [line for line in lines if str(data) not in line and "/dev/null" not in line]
     assert outside == []
     assert [path for path in watched.folder.rglob("*") if CANARY in path.name] == []
     assert not list(Path("/tmp").glob(f"{CANARY}*"))
@@ -171,11 +177,11 @@ def test_nothing_was_written_and_memory_is_bounded(watched: Watched) -> None:
     assert watched.memory() < 500 * 2**20
 
 
-def test_a_flood_of_images_is_bounded(watched: Watched) -> None:
-    """What is more than the body may have is refused, and not kept."""
+@pytest.mark.parametrize(("megabytes", "code"), [(60, "too_many_images"), (100, "content_too_large")])
+def test_a_flood_of_images_is_bounded(watched: Watched, megabytes: int, code: str) -> None:
+    """More than the model takes are refused undecoded, and what is more than the body may have is not kept."""
     before = watched.memory()
-    file = save(Image.effect_noise((2000, 2000), 90), "PNG")
-    assert len(file) > 3 * 2**20
+    file = WHOLE_PNG + bytes((megabytes << 20) // 16)
     answer = watched.post([("image[]", (f"{index}.png", file)) for index in range(16)])
-    assert refusal(answer)[0] in (400, 413)
+    assert refusal(answer)[0::2] == (413 if code == "content_too_large" else 400, code)
     assert watched.memory() - before < 400 * 2**20

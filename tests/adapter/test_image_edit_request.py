@@ -154,6 +154,9 @@ def test_forms_have_the_types_of_json() -> None:
         "lora": {"ink": 0.5, "oil": "much"},
         "user": "8",
     }
+    loras = {"ink": 0.5}
+    assert from_form(ImageRequest, {"lora": json.dumps(loras)}) == {"lora": loras}
+    assert from_form(ImageRequest, {"lora": "ink:0.5"}) == {"lora": "ink:0.5"}
     assert from_form(ImageRequest, {"n": "0x2", "stream": "True"}) == {"n": "0x2", "stream": "True"}
 
 

@@ -71,7 +71,9 @@ class TritonPythonModel:
         """
         limits = self._config.limits
         check_images(limits.tasks, len(files), has_mask=mask is not None, max_images=limits.max_images)
-        given = self._input_image.open_images(files, mask, takes_mask=limits.takes_mask)
+        given = self._input_image.open_images(
+            files, mask, takes_mask=limits.takes_mask, largest=(limits.max_width, limits.max_height)
+        )
         if given.size and not limits.makes_video and not {"width", "height"} & set(parameters):
             width, height = limits.size_of_image(*given.size)
             parameters = {**parameters, "width": width, "height": height}
@@ -86,7 +88,7 @@ class TritonPythonModel:
         if not files:
             return settings, {}
         size = (settings.width, settings.height)
-        first, *others = given.fitted(size, (limits.max_width, limits.max_height))
+        first, *others = given.fitted(size)
         images: dict[str, Any] = {self._seams.IMAGE: [first, *others] if others else first}
         if (part := given.fitted_part(size)) is not None:
             images[self._seams.MASK] = part.convert("RGB")
