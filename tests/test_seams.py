@@ -20,6 +20,8 @@ from diffusion_backend.errors import DiffusionError, Status
 from diffusion_backend.loading import Stage
 from diffusion_backend.model_config import read_model_config
 from diffusion_backend.settings import ModelLimits, Settings, check, resolve
+from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, IMAGE_TO_VIDEO, INPAINTING, TEXT_TO_IMAGE
+from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,3 +225,68 @@ def test_a_stage_that_calls_anothers_component_is_said_not_to_split() -> None:
     pipe = loading.load_dry(pipeline, Stage.DENOISE, methods=seams.STAND_IN_METHODS)
     with pytest.raises(DiffusionError, match="cannot be split"):
         pipe.text_encoder(torch.zeros(1, 1, dtype=torch.long))
+
+
+def blank(width: int, height: int) -> Image.Image:
+    return Image.new("RGB", (width, height))
+
+
+def check_images(limits: ModelLimits, task: str, images: dict[str, Any]) -> None:
+    """Of a request for pictures of 64x64."""
+    seams.check_images(limits, Settings.model_construct(width=64, height=64, task=task), images)
+
+
+SQUARE = blank(64, 64)
+MAIN, MASKED = {seams.IMAGE: SQUARE}, {seams.IMAGE: SQUARE, seams.MASK: SQUARE}
+
+
+@pytest.mark.parametrize(
+    ("task", "images"),
+    [
+        (TEXT_TO_IMAGE, {}),
+        (IMAGE_TO_IMAGE, MAIN),
+        (IMAGE_TO_IMAGE, MASKED),
+        (INPAINTING, MASKED),
+        (IMAGE_EDIT, MASKED),
+        (IMAGE_EDIT, {seams.IMAGE: [SQUARE, blank(128, 1), blank(1, 128)], seams.MASK: SQUARE}),
+    ],
+)
+def test_images_that_a_task_takes(flux_limits: ModelLimits, task: str, images: dict[str, Any]) -> None:
+    check_images(flux_limits.model_copy(update={"max_images": 3}), task, images)
+
+
+@pytest.mark.parametrize(
+    ("task", "images", "words"),
+    [
+        (TEXT_TO_IMAGE, MAIN, r"images of {'image': \(64, 64\)}; allowed: {}"),
+        (TEXT_TO_IMAGE, {seams.MASK: SQUARE}, "allowed: {}"),
+        (IMAGE_TO_IMAGE, {}, r"images of {}; allowed: {'image': \(64, 64\)}"),
+        (IMAGE_TO_IMAGE, {seams.IMAGE: []}, "images of {'image': None}"),
+        (IMAGE_TO_IMAGE, {seams.IMAGE: blank(64, 72)}, r"\(64, 72\)"),
+        (IMAGE_TO_IMAGE, {**MAIN, "style": SQUARE}, "'style'"),
+        (IMAGE_TO_IMAGE, {**MAIN, seams.MASK: [SQUARE]}, "'mask_image': None"),
+        (
+            IMAGE_TO_IMAGE,
+            {seams.IMAGE: [SQUARE, SQUARE]},
+            "1 further images, none of them too large; allowed: 0",
+        ),
+        (INPAINTING, MAIN, "'mask_image'"),
+        (INPAINTING, {seams.IMAGE: SQUARE, seams.MASK: blank(8, 8)}, r"\(8, 8\)"),
+        (IMAGE_EDIT, {seams.IMAGE: [SQUARE] * 4}, "3 further images, none of them too large; allowed: 2"),
+        (IMAGE_EDIT, {seams.IMAGE: [SQUARE, blank(129, 1)]}, r"\[\(129, 1\)\] .* at most 128x128"),
+        (IMAGE_EDIT, {seams.IMAGE: [SQUARE, blank(1, 129)]}, r"\[\(1, 129\)\] .* at most 128x128"),
+    ],
+)
+def test_images_that_no_encode_stage_sends(
+    flux_limits: ModelLimits, task: str, images: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DiffusionError, match=words) as caught:
+        check_images(flux_limits.model_copy(update={"max_images": 3}), task, images)
+    assert (caught.value.status, caught.value.param) == (Status.INVALID_ARG, "conditioning")
+
+
+def test_a_clip_takes_no_mask(flux_limits: ModelLimits) -> None:
+    limits = flux_limits.model_copy(update={"tasks": (IMAGE_TO_VIDEO,)})
+    check_images(limits, IMAGE_TO_VIDEO, MAIN)
+    with pytest.raises(DiffusionError, match="'mask_image'"):
+        check_images(limits, IMAGE_TO_VIDEO, MASKED)

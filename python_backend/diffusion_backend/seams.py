@@ -158,27 +158,34 @@ def check_images(limits: ModelLimits, settings: Settings, images: Images) -> Non
     Raises:
         DiffusionError: INVALID_ARG, naming ``conditioning``.
     """
-    task = settings.task
+    _check_sizes(limits, settings, images)
+    _check_references(limits, settings.task, images_of(images)[1:])
+
+
+def _check_sizes(limits: ModelLimits, settings: Settings, images: Images) -> None:
+    """The images that the task takes, and a mask where the model takes one, all of the request's size."""
+    needed = set(blank_images(settings.task, 1, 1))
+    possible = {*needed, MASK} if needed and limits.takes_mask else needed
     size = (settings.width, settings.height)
-    wanted = dict.fromkeys(blank_images(task, 1, 1), size)
-    others = images_of(images)[1:]
-    sizes = {
-        name: image.size
-        for name, image in {**images, **_first(images)}.items()
-        if isinstance(image, Image.Image)
-    }
-    allowed = [wanted, {**wanted, MASK: size}] if wanted and limits.takes_mask else [wanted]
-    if sizes not in allowed:
-        raise invalid("conditioning", f"'conditioning' has images of {sizes}; allowed: {wanted}")
-    largest = limits.max_images - 1 if task == IMAGE_EDIT else 0
-    beyond = [
-        image.size for image in others if image.width > limits.max_width or image.height > limits.max_height
+    sizes = {name: getattr(image, "size", None) for name, image in {**images, **_first(images)}.items()}
+    if not needed <= set(sizes) <= possible or any(each != size for each in sizes.values()):
+        allowed = dict.fromkeys(sorted(needed), size)
+        raise invalid("conditioning", f"'conditioning' has images of {sizes}; allowed: {allowed}")
+
+
+def _check_references(limits: ModelLimits, task: str, references: list[Image.Image]) -> None:
+    """As many as an edit may have beside its first image, none of them larger than the model's pictures."""
+    most = limits.max_images - 1 if task == IMAGE_EDIT else 0
+    too_large = [
+        image.size
+        for image in references
+        if image.width > limits.max_width or image.height > limits.max_height
     ]
-    if len(others) > largest or beyond:
+    if len(references) > most or too_large:
         raise invalid(
             "conditioning",
-            f"'conditioning' has {len(others)} further images, {beyond or 'none'} of them too large; allowed: "
-            f"{largest}, at most {limits.max_width}x{limits.max_height}",
+            f"'conditioning' has {len(references)} further images, {too_large or 'none'} of them too large; "
+            f"allowed: {most}, at most {limits.max_width}x{limits.max_height}",
         )
 
 

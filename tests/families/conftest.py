@@ -13,8 +13,6 @@ from diffusion_backend.repository import add
 
 from tests.families.family import Build, Family
 
-MODEL = "tiny"
-
 
 @dataclass(frozen=True)
 class Added:
@@ -49,7 +47,7 @@ def added(
     def try_to_add(family: Family) -> Added:
         repository = tmp_path_factory.mktemp("repository")
         try:
-            add(str(saved(family)), MODEL, repository)
+            add(str(saved(family)), family.model, repository)
         except DiffusionError as error:
             return Added(repository, error.message)
         return Added(repository, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,11 @@ class Family:
     init: dict[str, Any] = field(default_factory=dict)
     images: int = 0
     relative: str | None = None
+
+    @property
+    def model(self) -> str:
+        """The name that it is served by."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
 
     @property
     def takes_image(self) -> bool:

@@ -45,7 +45,8 @@ _TASKS = f"""{_TASKS_HEADING}
 One model on disk does several tasks, with pipelines of other classes that share its components; `add` finds them by
 dry runs. Here the whole is the task's own class in plain diffusers. Where there is a strength it is 0.6, and a mask
 marks a part of the image. The last column is the largest difference that batching made to the latents: four different
-requests that arrive at different steps, against each alone, in float32.
+requests that arrive at different steps, against each alone, in float32. `test_edits_on_server.py` asks a running server
+for each of them, three pictures at a time, with OpenAI's client.
 
 | Family | Task | Images | Class | Three stages | Batched |
 |---|---|---|---|---|---|

@@ -29,13 +29,14 @@ from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, INPAINTING, TEXT
 
 from tests.families import parts
 from tests.families.catalogue import FAMILIES
-from tests.families.conftest import MODEL, Added
+from tests.families.conftest import Added
 from tests.families.dit import qwen_edit
 from tests.families.family import Family
 from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
 from tests.families.wan import wan21, wan21_image
 
+MODEL = "tiny"
 # The size, the step of the sizes, and the rank of the latents; of video also the numbers of frames (the default, the
 # smallest, the largest, their step) and how many a second.
 EXPECTED = {
@@ -111,8 +112,8 @@ def test_what_is_written_dry_is_what_real_weights_make(
 ) -> None:
     assert added(family).refusal is None
     repository = added(family).repository
-    limits = ModelLimits.model_validate(read_model_config(repository / MODEL).parameters)
-    latents = read_model_config(repository / f"{MODEL}_vae_decode").message.input[0]
+    limits = ModelLimits.model_validate(read_model_config(repository / family.model).parameters)
+    latents = read_model_config(repository / f"{family.model}_vae_decode").message.input[0]
     frames = (
         limits.default_num_frames,
         limits.min_num_frames,
@@ -145,7 +146,7 @@ def test_what_is_written_dry_is_what_real_weights_make(
         )
         for stage in (Stage.ENCODE, Stage.DENOISE)
     )
-    files = {file.name: file for file in (repository / f"{MODEL}_denoise/warmup").iterdir()}
+    files = {file.name: file for file in (repository / f"{family.model}_denoise/warmup").iterdir()}
     size = f"{limits.default_width}x{limits.default_height}"
     names = {task: f"{size}{'' if task == limits.task else f'_{task}'}.conditioning" for task in limits.tasks}
     assert set(files) == set(names.values())
@@ -162,7 +163,7 @@ def test_what_is_written_dry_is_what_real_weights_make(
         # The warmup sample runs with real weights, too, and its latents are those that warm up the next stage.
         arguments = seams.call_arguments(denoisers[task], limits, settings, dry.images)
         warm = seams.replay(denoisers[task], dry.calls, arguments, 0)
-        (sample, *_) = read_model_config(repository / f"{MODEL}_vae_decode").message.model_warmup
+        (sample, *_) = read_model_config(repository / f"{family.model}_vae_decode").message.model_warmup
         assert list(sample.inputs["latents"].dims) == list(warm.latents.shape[1:])
 
 

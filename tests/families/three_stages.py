@@ -158,12 +158,8 @@ def split(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> M
     )
 
 
-def unsplit(
-    family: Family, folder: Path, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """Plain diffusers with the same arguments: its tensor, and the pixels that its own conversion to PIL makes."""
-    limits = limits_of(family, folder)
-    settings = settings_of(limits)
+def plain_pipeline(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
+    """The class of diffusers that does the family's task, with everything that is on disk."""
     pipeline = loading.open_pipeline(str(folder))
     pipe = DiffusionPipeline.from_pretrained(
         folder,
@@ -175,6 +171,16 @@ def unsplit(
     if family.relative is not None:
         pipe = getattr(diffusers, family.relative)(**pipe.components, **family.init)
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def unsplit(
+    family: Family, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """Plain diffusers with the same arguments: its tensor, and the pixels that its own conversion to PIL makes."""
+    limits = limits_of(family, folder)
+    settings = settings_of(limits)
+    pipe = plain_pipeline(family, folder, dtype)
     torch.manual_seed(settings.seed)
     floats: torch.Tensor = pipe(**arguments_of(pipe, family, limits, settings))[0]
     array = floats.float().movedim(-3, -1).numpy()
