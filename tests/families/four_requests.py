@@ -1,4 +1,4 @@
-"""Four different requests of a family: recorded by its encode stage, run by its denoise stage alone or together."""
+"""Four different requests of a family, each with its own images: recorded by encode, run by denoise alone or together."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class FourRequests:
 
     def check(self) -> BatchingCheck:
         """What the denoise stage tries when it loads."""
-        images = images_of(self._family)
+        images = images_of(self._family, self.all[0].seed)
         sample = conditioning.Conditioning(self._calls[0], self.all[0].model_dump(), 0.0, images=images)
         return check_batching(self.pipe, self._limits, self.all[0], sample, torch.float32)
 

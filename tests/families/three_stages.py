@@ -83,15 +83,16 @@ def settings_of(limits: ModelLimits) -> Settings:
 def arguments_of(
     pipe: DiffusionPipeline, family: Family, limits: ModelLimits, settings: Settings
 ) -> dict[str, Any]:
-    return seams.call_arguments(pipe, limits, settings, images_of(family))
+    return seams.call_arguments(pipe, limits, settings, images_of(family, settings.seed))
 
 
-def images_of(family: Family) -> seams.Images:
-    """As the encode stage makes them: the first has the size of the result, a second one has its own."""
+def images_of(family: Family, seed: int = SEED) -> seams.Images:
+    """Noise as the encode stage makes images: the first has the size of the result, a second one has its own."""
     if not family.takes_image:
         return {}
     width, height = family.size
-    first, *others = (_noise(number, width, height + 16 * number) for number in range(family.images))
+    numbers = range(family.images)
+    first, *others = (_noise([seed, number], width, height + 16 * number) for number in numbers)
     images: dict[str, Any] = {seams.IMAGE: [first, *others] if others else first}
     if family.task == INPAINTING:
         mask = Image.new("RGB", family.size)
@@ -100,7 +101,7 @@ def images_of(family: Family) -> seams.Images:
     return images
 
 
-def _noise(seed: int, width: int, height: int) -> Image.Image:
+def _noise(seed: list[int], width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
