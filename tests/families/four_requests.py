@@ -1,4 +1,4 @@
-"""Four different requests of a family, each with its own images: recorded by encode, run by denoise alone or together."""
+"""Four different requests of a family, each with its own images: recorded by encode, denoised alone or together."""
 
 from __future__ import annotations
 
