@@ -51,9 +51,7 @@ def start_adapter(tmp_path: Path) -> Iterator[Callable[..., AdapterProcess]]:
 
     yield start
     for adapter in started:
-        if adapter.process.poll() is None:
-            adapter.process.kill()
-            adapter.process.wait()
+        adapter.end()
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +75,7 @@ def video_adapter(
         adapter.wait("/health")
         yield adapter
     finally:
-        adapter.process.kill()
-        adapter.process.wait()
+        adapter.end()
 
 
 @pytest.fixture

@@ -77,8 +77,7 @@ def watched(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> 
         adapter.wait("/health")
         yield Watched(adapter, folder, folder / "writes")
     finally:
-        adapter.process.kill()
-        adapter.process.wait()
+        adapter.end()
 
 
 def expected_size(width: int, height: int) -> tuple[int, int]:

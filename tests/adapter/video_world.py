@@ -135,8 +135,7 @@ class World:
 
     def close(self) -> None:
         for adapter in self.adapters:
-            adapter.process.kill()
-            adapter.process.wait()
+            adapter.end()
         self.database.close()
 
     def post(self, adapter: AdapterProcess, **fields: Any) -> str:
