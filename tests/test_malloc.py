@@ -1,4 +1,4 @@
-"""What a stage does with the memory that its tensors free."""
+"""What a stage does with the memory that its tensors free, and an adapter with that of pictures."""
 
 from __future__ import annotations
 
@@ -63,6 +63,45 @@ def test_freed_memory_is_used_again(thread: str) -> None:
 def test_the_operators_own_options_stay() -> None:
     pages = MIB * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults("tuned", "main", MALLOC_TOP_PAD_="0") > TURNS * pages or _has_huge_pages()
+
+
+def test_an_adapter_gives_the_memory_of_pictures_back() -> None:
+    """Those that were decoded in many threads; without the option a part of it stays in their arenas."""
+    script = """if True:
+        import io, re, sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+        from PIL import Image
+        from diffusion_backend import malloc, input_image
+
+        def held():
+            return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+        if sys.argv[1] == "tuned":
+            assert malloc.return_freed_memory()
+        file = io.BytesIO()
+        Image.new("RGBA", (3000, 3000)).save(file, "PNG")
+        barrier = threading.Barrier(8)
+
+        def decode():
+            barrier.wait()
+            return input_image.open_upright(file.getvalue()).size
+
+        before = held()
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(3):
+                list(pool.map(lambda _: decode(), range(8)))
+            print(held() - before)
+    """
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    kept = {}
+    for how in ("tuned", "plain"):
+        command = [sys.executable, "-c", script, how]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        kept[how] = int(done.stdout)
+    assert kept["tuned"] < 30 * 2**20 < kept["plain"]
 
 
 def _has_huge_pages() -> bool:

@@ -9,6 +9,7 @@ import sys
 from types import FrameType
 
 import uvicorn
+from diffusion_backend import malloc
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    malloc.return_freed_memory()
     # uvicorn shuts down gracefully and then raises the signal that it got once more.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)

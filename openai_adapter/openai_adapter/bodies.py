@@ -86,6 +86,12 @@ async def read_fields(request: Request, max_field_bytes: int, max_files: int = 1
     except ClientDisconnect:
         raise _ended_early() from None
     except MultiPartException as error:
+        if error.message.startswith("Too many files"):
+            raise ApiError(
+                400,
+                f"the body has more than {max_files} files; allowed: at most {max_files}",
+                code="too_many_files",
+            ) from None
         raise ApiError(400, f"the body is not a form: {error.message}", code="invalid_form") from None
     except (KeyError, ValueError):
         raise ApiError(400, "the body is not a form", code="invalid_form") from None
@@ -94,6 +100,16 @@ async def read_fields(request: Request, max_field_bytes: int, max_files: int = 1
     for name, value in form.multi_items():
         _put(fields, name, value)
     return fields
+
+
+def show_field(value: object) -> str:
+    """A field's value as an error message quotes it: of files, that they are such."""
+    return "a file" if has_file(value) else show(value)
+
+
+def has_file(value: object) -> bool:
+    """Whether a field of a form is a file, or has one in it."""
+    return isinstance(value, UploadFile) or any(map(has_file, _children(value)))
 
 
 def is_form(request: Request) -> bool:

@@ -22,6 +22,8 @@ import httpx
 from diffusion_backend.errors import DiffusionError, invalid, show
 from starlette.datastructures import UploadFile
 
+from openai_adapter.bodies import show_field
+
 logger = logging.getLogger(__name__)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -80,7 +82,7 @@ class ImageReferences:
 
     async def _read_url(self, value: object, field: str) -> bytes:
         if not isinstance(value, str):
-            raise invalid(field, f"'{field}' is {show(value)}; allowed: {ONE_IMAGE}")
+            raise invalid(field, f"'{field}' is {show_field(value)}; allowed: {ONE_IMAGE}")
         if _is_data_url(value):
             return await asyncio.to_thread(self._decode, value, field)
         url = self._check_url(value, field)

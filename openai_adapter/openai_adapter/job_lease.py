@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 2.0  # also how soon work is given up whose job was deleted through another adapter
-_INSIST_SECONDS = 60.0
+INSIST_SECONDS = 60.0
 _AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
-_PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5
 
 
 def worker_name() -> str:
@@ -87,7 +87,7 @@ class Lease:
             except SQLAlchemyError as error:
                 # The work goes on: as long as nobody else takes the job, its result counts.
                 logger.warning("the lease on %s could not be renewed: %s", self._claim.job.id, error)
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _renew(self) -> None:
         if not self._news.is_set():
@@ -109,7 +109,7 @@ async def insist(write: Callable[[], Coroutine[Any, Any, T]]) -> T:
     Raises:
         SQLAlchemyError: it cannot be reached for longer, or refuses.
     """
-    deadline = time.monotonic() + _INSIST_SECONDS
+    deadline = time.monotonic() + INSIST_SECONDS
     while True:
         try:
             return await _settle(write())
@@ -117,7 +117,7 @@ async def insist(write: Callable[[], Coroutine[Any, Any, T]]) -> T:
             if time.monotonic() > deadline:
                 raise
             logger.warning("a job could not be written: %s", error)
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def _settle(write: Coroutine[Any, Any, T]) -> T:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, TypeVar
 
 from diffusion_backend.errors import DiffusionError, Status, invalid, show
 from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
-from starlette.datastructures import UploadFile
 
-from openai_adapter.bodies import parse_json_object
+from openai_adapter.bodies import has_file, parse_json_object, show_field
 
 PICTURE: dict[str, JsonValue] = {
     "format": "binary"
@@ -54,14 +53,15 @@ def unwrap(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     extra = given.pop("extra_body", {})
     if not isinstance(extra, dict) or "extra_body" in extra:
-        raise invalid("extra_body", f"'extra_body' is {_show(extra)}; allowed: an object of fields")
+        raise invalid("extra_body", f"'extra_body' is {show_field(extra)}; allowed: an object of fields")
     for name, value in extra.items():
         if value is None:
             continue
         if name in given and not _same(given[name], value):
             raise invalid(
                 name,
-                f"{show(name)} is {_show(given[name])}, and {_show(value)} in 'extra_body'; allowed: one value",
+                f"{show(name)} is {show_field(given[name])}, and {show_field(value)} in 'extra_body'; "
+                "allowed: one value",
                 "conflicting_values",
             )
         given[name] = value
@@ -99,7 +99,7 @@ def refuse_files(kind: type[Fields], given: Mapping[str, Any]) -> None:
         DiffusionError: INVALID_ARG, naming the first field that is a file and no picture.
     """
     for name, value in given.items():
-        if not _is_picture(_schemas(kind)[name]) and _has_file(value):
+        if not _is_picture(_schemas(kind)[name]) and has_file(value):
             raise invalid(name, f"'{name}' is a file; allowed: {kind.model_fields[name].description}")
 
 
@@ -157,16 +157,3 @@ def _typed(value: object, name: str, schema: Mapping[str, Any]) -> object:
         pattern, read = _TYPED[kind]
         return read(value) if pattern.fullmatch(value) else value
     return value
-
-
-def _show(value: object) -> str:
-    return "a file" if _has_file(value) else show(value)
-
-
-def _has_file(value: object) -> bool:
-    if isinstance(value, UploadFile):
-        return True
-    inner: Iterable[object] = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
-    return any(map(_has_file, inner))

@@ -23,7 +23,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.errors import DO_NOT_RETRY, ApiError, explain
 from openai_adapter.job_files import JobFiles
-from openai_adapter.job_lease import LEASE_SECONDS, Lease, WorkTooLongError, insist, worker_name
+from openai_adapter.job_lease import (
+    INSIST_SECONDS,
+    LEASE_SECONDS,
+    Lease,
+    WorkTooLongError,
+    insist,
+    worker_name,
+)
 from openai_adapter.job_publishing import in_thread, publish
 from openai_adapter.job_queue import Claim, LeaseLostError
 from openai_adapter.metrics import Metrics
@@ -185,7 +192,7 @@ class VideoWorker:
 
         made = await self._recovery.run(job.model, attempt)
         result = {key: made.info.get(key) for key in _SHOWN}
-        await publish(self._jobs, self._files, claim, made.files, result)
+        await publish(self._jobs, self._files, claim, made.files, result, patience=INSIST_SECONDS)
         self._metrics.videos.labels(job.model, settings.quality, str(made.info.get("decode_path"))).inc()
 
     async def _make(self, model: str, settings: VideoSettings, image: bytes | None, lease: Lease) -> _Made:

@@ -129,7 +129,10 @@ def upright(image: Image.Image) -> Image.Image:
     """A picture that is loaded, as it is to be seen: 8-bit RGB, or RGBA where its format has transparency."""
     orientation = image.getexif().get(ExifTags.Base.Orientation)
     image = _eight_bits(image)
-    image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    mode = "RGBA" if image.has_transparency_data else "RGB"
+    image = (
+        image if image.mode == mode else image.convert(mode)
+    )  # a large picture takes hundreds of megabytes
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 

@@ -21,7 +21,7 @@ HEARTBEAT = 0.1
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_lease, "HEARTBEAT_SECONDS", HEARTBEAT)
-    monkeypatch.setattr(job_lease, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(job_lease, "PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_insisting() -> None:
 
 
 def test_insisting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_lease, "_INSIST_SECONDS", 0.05)
+    monkeypatch.setattr(job_lease, "INSIST_SECONDS", 0.05)
 
     async def write() -> None:
         raise OperationalError("UPDATE", {}, Exception("the connection is closed"))

@@ -17,6 +17,8 @@ from openai_adapter.job_publishing import publish
 from openai_adapter.job_queue import Claim, JobQueue, LeaseLostError
 from openai_adapter.job_table import JobStatus
 
+from openai_adapter import job_publishing
+
 PARTS = {"video.mp4": b"video", "thumbnail.webp": b"thumbnail"}
 
 
@@ -58,6 +60,31 @@ def test_a_job_that_was_taken_over(jobs: AsyncJobs, files: JobFiles, database: D
         with pytest.raises(LeaseLostError):
             await publish(jobs, files, first, PARTS, {})
         assert {file.token for file in files.find_all()} == {second.token}
+
+    asyncio.run(run())
+
+
+def test_a_store_that_is_away_for_a_moment(
+    jobs: AsyncJobs, files: JobFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work is done: it is not done again."""
+    put, refusals = JobFiles.put, 3
+
+    def put_in_the_end(self: JobFiles, claim: Claim, part: str, data: bytes) -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise OSError(30, "Read-only file system")
+        return put(self, claim, part, data)
+
+    monkeypatch.setattr(JobFiles, "put", put_in_the_end)
+    monkeypatch.setattr(job_publishing, "PAUSE_SECONDS", 0.01)
+
+    async def run() -> None:
+        claim = await begin(jobs)
+        await publish(jobs, files, claim, PARTS, {}, patience=10)
+        assert len(files.find_all()) == len(PARTS)
+        assert await status(jobs, claim) is JobStatus.COMPLETED
 
     asyncio.run(run())
 
