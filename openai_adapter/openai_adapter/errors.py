@@ -101,6 +101,8 @@ def explain(error: BaseException, request_id: str) -> ApiError:
     logger.error("request %s failed", request_id, exc_info=error)
     if isinstance(error, SQLAlchemyError):
         return unavailable("the database of jobs cannot be used now")
+    if isinstance(error, OSError):
+        return unavailable("the store of files cannot be used now")
     return internal()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from openai_adapter import image_answers, image_files, image_request
 from openai_adapter.async_jobs import AsyncJobs
 from openai_adapter.bodies import is_form, read_fields, read_json_object
 from openai_adapter.disconnects import while_connected
+from openai_adapter.errors import DO_NOT_RETRY, ApiError
 from openai_adapter.event_stream import EventStream
 from openai_adapter.idempotency import is_keyed, read_idempotency
 from openai_adapter.image_generation import ImageGenerator, Picture, collect
@@ -31,6 +33,8 @@ from openai_adapter.request_fields import from_form, unwrap
 from openai_adapter.settings import Settings
 from openai_adapter.triton import Triton
 from openai_adapter.urls import base_url
+
+logger = logging.getLogger(__name__)
 
 
 class Images:
@@ -104,7 +108,14 @@ class Images:
     async def _publish(self, images: list[Picture], request: ImageRequest) -> list[str]:
         extension = image_files.FORMATS[request.output_format][0]
         puts = [asyncio.to_thread(self._store.put, image.file, extension) for image in images]
-        names = await asyncio.gather(*puts)
+        try:
+            names = await asyncio.gather(*puts)
+        except OSError:
+            logger.exception("pictures could not be stored")
+            message = "the store of pictures cannot be used now; allowed: 'response_format' 'b64_json'"
+            raise ApiError(
+                503, message, param="response_format", code="service_unavailable", headers=DO_NOT_RETRY
+            ) from None
         self._metrics.media_bytes.inc(sum(len(image.file) for image in images))
         return names
 

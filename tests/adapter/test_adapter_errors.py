@@ -4,7 +4,7 @@ import json
 
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
-from openai_adapter.errors import ApiError, from_diffusion_error
+from openai_adapter.errors import ApiError, explain, from_diffusion_error
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,12 @@ def test_upstream_errors(error: DiffusionError, status: int, code: str, shown: b
     assert (answer.message == error.message) == shown
     assert answer.headers.get("x-should-retry") == ("false" if status == 500 else None)
     assert ("Retry-After" in answer.headers) == (status == 503)
+
+
+def test_a_store_that_cannot_be_used() -> None:
+    answer = explain(PermissionError(13, "Permission denied", "/path"), "id")
+    assert (answer.status, answer.code) == (503, "service_unavailable")
+    assert answer.message == "the store of files cannot be used now"
 
 
 def test_the_envelope_always_encodes_and_has_all_keys() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+from adapter_process import AdapterProcess
 from diffusion_backend.client import DiffusionClient
 from diffusion_backend.quality import QUALITIES, TIERS
 from diffusion_backend.settings import MAX_SEED, ModelLimits
 from openai.types import Image as ImageResult
 from openai.types import ImagesResponse
 from PIL import Image
+from test_image_streams import flags_for
+from video_server import refusal
 
 from tests.running_server import RunningServer
 
@@ -274,3 +279,17 @@ def test_metrics_count_images(client: openai.OpenAI, server: RunningServer) -> N
     before = count()
     client.images.generate(prompt=PROMPT, n=2, quality="hd")
     assert count() == before + 2
+
+
+def test_a_store_that_takes_no_pictures(
+    start_adapter: Callable[..., AdapterProcess], server: RunningServer, tmp_path: Path
+) -> None:
+    """Asked again, the pictures would be made again, for nothing."""
+    (tmp_path / "store").write_text("")
+    adapter = start_adapter(*flags_for(server), "--media-url", f"file://{tmp_path}/store")
+    adapter.wait("/health")
+    body = {"prompt": PROMPT, "num_inference_steps": 2}
+    answer = httpx.post(f"{adapter.url}/v1/images/generations", json={**body, "response_format": "url"})
+    assert refusal(answer) == (503, "response_format", "service_unavailable")
+    assert answer.headers["x-should-retry"] == "false"
+    assert httpx.post(f"{adapter.url}/v1/images/generations", json=body).status_code == 200
