@@ -186,6 +186,13 @@ def test_further_images_keep_their_size_but_beyond_the_largest() -> None:
         assert [image.size for image in given.fitted((8, 8))] == [(8, 8), size]
 
 
+def test_colours_beneath_transparency_of_further_images_are_kept() -> None:
+    files = [saved(picture(), "PNG"), saved(Image.new("RGBA", (64, 64), (250, 0, 0, 0)), "PNG")]
+    for largest in (LARGEST, (32, 32)):
+        _, image = input_image.open_images(files, None, takes_mask=True, largest=largest).fitted((8, 8))
+        assert image.getpixel((5, 5)) == (250, 0, 0)
+
+
 @pytest.mark.parametrize("box", [(0, 0, 4, HEIGHT), (11, 0, 12, 1)])
 def test_what_is_marked_and_not_left_is_said(box: tuple[int, int, int, int]) -> None:
     """Cropped away, or too thin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -142,7 +143,7 @@ def _create_engine(url: URL, connections: int) -> Engine:
     if is_sqlite:
         assert url.database
         # Jobs in a new, empty file in the place of one that somebody removed would be lost without a word.
-        url = url.set(database="file:" + quote(str(Path(url.database).absolute())))
+        url = url.set(database="file:" + quote(os.fsencode(Path(url.database).absolute())))
         url = url.update_query_dict({"mode": "rw", "uri": "true"})
         arguments = {"timeout": _BUSY_SECONDS}
     else:
@@ -180,13 +181,12 @@ def _check_sqlite_file(
 
 
 def _identify_file(connection: sqlite3.Connection) -> tuple[int, int] | None:
-    """The device and inode of what is where the database's file should be, if anything is."""
-    _, _, path = connection.execute(
-        "PRAGMA database_list"
-    ).fetchone()  # the first is the file, behind it are temporary ones
+    """The device and inode of what is where the database's file should be, if anything is that can be reached."""
+    # The first of them: behind it are temporary ones.
+    _, _, path = connection.execute("PRAGMA database_list").fetchone()
     try:
         status = Path(path).stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return status.st_dev, status.st_ino
 

@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from openai_adapter.whole_files import StoreError
+
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2
@@ -101,7 +103,7 @@ def explain(error: BaseException, request_id: str) -> ApiError:
     logger.error("request %s failed", request_id, exc_info=error)
     if isinstance(error, SQLAlchemyError):
         return unavailable("the database of jobs cannot be used now")
-    if isinstance(error, OSError):
+    if isinstance(error, StoreError):
         return unavailable("the store of files cannot be used now")
     return internal()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from diffusion_backend.input_image import GivenImages, editable_part, shrink
+from diffusion_backend.input_image import GivenImages, editable_part, reference
 from diffusion_backend.settings import ModelLimits
 from PIL import Image, ImageOps
 
@@ -62,7 +62,8 @@ class ImageInputs:
         """What ``use`` makes of the pictures of a request, in a thread; they are gone when it returns.
 
         Raises:
-            DiffusionError: INVALID_ARG, naming the first field that is wrong, and what is allowed.
+            DiffusionError: INVALID_ARG, naming a field that is wrong, and what is allowed; one that cannot be read
+                before one that cannot be decoded.
         """
         read = self._references.read
         images = [
@@ -91,7 +92,7 @@ class ImageInputs:
         for data, field in files:
             image = uploads.decode(data, field, self._max_pixels)
             # References beside the first are not needed any larger, and may be many.
-            images.append(shrink(image, _MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE) if images else image)
+            images.append(reference(image, _MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE) if images else image)
         if not takes_mask:
             return GivenImages(images, None)
         opened = None if mask is None else uploads.decode(mask, "mask", self._max_pixels)

@@ -74,6 +74,8 @@ class ImageReferences:
             return await asyncio.to_thread(_digest, data)
         if isinstance(value, str) and _is_data_url(value):
             return await asyncio.to_thread(_digest_url, value)
+        if isinstance(value, Mapping) and set(value) == {"image_url"}:
+            return await self.digest(value["image_url"])
         if isinstance(value, Mapping):
             return {name: await self.digest(inner) for name, inner in value.items()}
         if isinstance(value, list):

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from openai_adapter.job_queue import Claim
 from openai_adapter.job_table import FileEntry
-from openai_adapter.whole_files import put_whole
+from openai_adapter.whole_files import StoreError, put_whole
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +55,19 @@ class JobFiles:
         return {"name": name, "bytes": len(data)}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
-        """The bytes from ``start`` until before ``end``, or None where there is no such file (any more)."""
+        """The bytes from ``start`` until before ``end``, or None where there is no such file (any more).
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
         if not _NAME.fullmatch(name):
             return None
         try:
             data: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read") from error
         return data
 
     def remove(self, names: Iterable[str]) -> int:

@@ -38,10 +38,11 @@ async def publish(
         LeaseLostError: somebody else has the job, or it was deleted.
         OSError: the store takes no more.
     """
+    deadline = time.monotonic() + patience
     entries: dict[str, FileEntry] = {}
     try:
         for part, data in parts.items():
-            entries[part.partition(".")[0]] = await _put(files, claim, part, data, patience)
+            entries[part.partition(".")[0]] = await _put(files, claim, part, data, deadline)
     except BaseException:
         await in_thread(files.discard, claim, parts)
         raise
@@ -53,8 +54,7 @@ async def publish(
     # After any other error the job may be completed: if not, the next sweep removes its files.
 
 
-async def _put(files: JobFiles, claim: Claim, part: str, data: bytes, patience: float) -> FileEntry:
-    deadline = time.monotonic() + patience
+async def _put(files: JobFiles, claim: Claim, part: str, data: bytes, deadline: float) -> FileEntry:
     while True:
         try:
             return await in_thread(files.put, claim, part, data)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from openai_adapter.errors import ApiError
 from openai_adapter.image_files import CONTENT_TYPES
 from openai_adapter.metrics import Metrics
-from openai_adapter.whole_files import UNFINISHED, put_whole
+from openai_adapter.whole_files import UNFINISHED, StoreError, put_whole
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,11 @@ class MediaStore:
         return name
 
     def get(self, name: str) -> MediaFile | None:
-        """The file, or None where there is none (any more)."""
+        """The file, or None where there is none (any more).
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -64,6 +68,8 @@ class MediaStore:
             return MediaFile(self._fs.cat_file(path), CONTENT_TYPES[match[1]], remaining)
         except FileNotFoundError:  # never there, or swept meanwhile
             return None
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read") from error
 
     def sweep(self) -> int:
         """Delete what has expired, files that were never finished included; returns how many."""

@@ -117,7 +117,7 @@ class Settings(BaseSettings):
         input_image.MAX_PIXELS,
         gt=0,
         le=input_image.MAX_PIXELS,
-        description="most pixels of an image that is sent or fetched; decoding needs some 12 bytes for each",
+        description="most pixels of an image that is sent or fetched; decoding needs 12 to 16 bytes for each",
     )
     max_body_bytes: int = Field(2 * 2**20, gt=0, description="largest request body; images may come with it")
     request_timeout_seconds: float = Field(600, gt=0, description="longest wait for Triton per request")

@@ -26,7 +26,7 @@ def to_png(data: bytes, field: str, max_pixels: int, size: tuple[int, int] | Non
 
     With ``size`` (width, height) it is what a stage would make of the whole picture (``input_image.fit``).
 
-    Blocks for as long as decoding takes, and needs some 12 bytes of memory a pixel: call it in a worker thread.
+    Blocks for as long as decoding takes, and needs 12 to 16 bytes of memory a pixel: call it in a worker thread.
 
     Raises:
         DiffusionError: INVALID_ARG, naming ``field`` and what is allowed.

@@ -9,6 +9,10 @@ from typing import Any
 UNFINISHED = ".tmp"  # ends the name of a file that is being written
 
 
+class StoreError(Exception):
+    """A store of files cannot be read now, whatever is in it."""
+
+
 def put_whole(
     fs: Any, path: str, data: bytes, *, before_rename: Callable[[str], None] = lambda _: None
 ) -> None:

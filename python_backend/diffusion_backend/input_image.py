@@ -82,11 +82,12 @@ def open_images(
     Raises:
         DiffusionError: INVALID_ARG, naming ``image`` or ``mask``: what is wrong with it.
     """
-    # One by one: there may be many, and each takes a lot of memory before it is shrunk.
-    images = [
-        shrink(open_upright(file), *largest) if index else open_upright(file)
-        for index, file in enumerate(files)
-    ]
+    images: list[Image.Image] = []
+    for file in files:
+        image = open_upright(file)
+        images.append(
+            reference(image, *largest) if images else image
+        )  # there may be many, and each takes memory
     if not images or not takes_mask:
         return GivenImages(images, None)
     return GivenImages(images, editable_part(images[0], None if mask is None else open_upright(mask, "mask")))
@@ -130,9 +131,9 @@ def upright(image: Image.Image) -> Image.Image:
     orientation = image.getexif().get(ExifTags.Base.Orientation)
     image = _eight_bits(image)
     mode = "RGBA" if image.has_transparency_data else "RGB"
-    image = (
-        image if image.mode == mode else image.convert(mode)
-    )  # a large picture takes hundreds of megabytes
+    # A large picture takes hundreds of megabytes: no copy without need. A WebP file holds its decoder, which has three.
+    if image.mode != mode or image.format == "WEBP":
+        image = image.convert(mode)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
@@ -159,6 +160,11 @@ def editable_part(image: Image.Image, mask: Image.Image | None) -> Image.Image |
             f"has {lacks}; allowed: a PNG or WebP file, transparent (alpha 0) where 'image' may change"
         )
     return part
+
+
+def reference(image: Image.Image, width: int, height: int) -> Image.Image:
+    """A further image as a pipeline gets it: RGB, without its transparency, at most ``width`` x ``height``."""
+    return shrink(image.convert("RGB"), width, height)
 
 
 def shrink(image: Image.Image, width: int, height: int) -> Image.Image:

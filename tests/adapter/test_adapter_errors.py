@@ -5,6 +5,7 @@ import json
 import pytest
 from diffusion_backend.errors import DiffusionError, Status
 from openai_adapter.errors import ApiError, explain, from_diffusion_error
+from openai_adapter.whole_files import StoreError
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,10 @@ def test_upstream_errors(error: DiffusionError, status: int, code: str, shown: b
 
 
 def test_a_store_that_cannot_be_used() -> None:
-    answer = explain(PermissionError(13, "Permission denied", "/path"), "id")
+    answer = explain(StoreError("/path"), "id")
     assert (answer.status, answer.code) == (503, "service_unavailable")
     assert answer.message == "the store of files cannot be used now"
+    assert explain(PermissionError(13, "Permission denied", "/path"), "id").status == 500
 
 
 def test_the_envelope_always_encodes_and_has_all_keys() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import ipaddress
 import socket
 import ssl
@@ -159,6 +160,18 @@ def refusal(value: object, *hosts: str, seconds: float = 10) -> DiffusionError:
     assert f"'{error.param}'" in error.message
     assert "allowed: " in error.message
     return error
+
+
+def test_the_digest_is_the_file_s_however_it_is_sent() -> None:
+    def digest(value: object) -> object:
+        return asyncio.run(ImageReferences((), MAX_BYTES, 10).digest(value))
+
+    file = digest(UploadFile(io.BytesIO(PICTURE), filename="a.png"))
+    assert file == digest(DATA_URL) == digest({"image_url": DATA_URL})
+    assert digest([DATA_URL, {"image_url": DATA_URL}]) == [file, file]
+    others = [UploadFile(io.BytesIO(PICTURE + b"0")), DATA_URL + "!", "data:,a", {"image_url": "https://a/b"}]
+    digests = [json.dumps(digest(each)) for each in [DATA_URL, *others]]
+    assert len(set(digests)) == len(digests)
 
 
 def test_files() -> None:

@@ -72,7 +72,7 @@ def test_reads_do_not_wait_behind_writes(jobs: AsyncJobs, database: Database) ->
         job = (await jobs.create(new_job())).job
         with database.writing(Lock.CREATE):
             creating = [asyncio.create_task(jobs.create(new_job())) for _ in range(20)]
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)
             assert await asyncio.wait_for(jobs.get(KIND, CALLER, job.id), 5) is not None
             assert not any(task.done() for task in creating)
         await asyncio.gather(*creating)

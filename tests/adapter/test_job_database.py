@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -97,16 +97,26 @@ def test_a_path_of_any_characters(tmp_path: Path) -> None:
     assert (tmp_path / "50%41 ü#1" / "jobs?.sqlite3").is_file()
 
 
-def test_nothing_is_written_to_a_file_that_was_removed(sqlite: tuple[Database, Path]) -> None:
+def _put_a_file_in_the_place_of_its_folder(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("away"))
+    path.parent.write_text("")
+
+
+@pytest.mark.parametrize("away", [Path.unlink, _put_a_file_in_the_place_of_its_folder])
+def test_nothing_is_written_to_a_file_that_was_removed(
+    away: Callable[[Path], None], sqlite: tuple[Database, Path]
+) -> None:
     """A job that only open connections can see is lost; and a new file would be empty."""
     database, path = sqlite
     store = JobStore(database)
     create(store, 3)
-    path.unlink()
+    away(path)
     for call in (lambda: create(store), lambda: store.list_page(KIND, CALLER)):
         with pytest.raises(OperationalError, match="unable to open database file"):
             call()
     assert not path.exists()
+    if path.parent.is_file():
+        path.parent.unlink()
 
 
 def test_a_file_that_was_put_back_is_used(sqlite: tuple[Database, Path], tmp_path: Path) -> None:
