@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import ipaddress
+import json
 import socket
 import ssl
 import subprocess
