@@ -343,7 +343,7 @@ def test_a_store_that_refuses(make_world: Callable[..., World], sqlite_url: str)
     """The job fails in the end, with no word of the store; the next one passes once the store takes files."""
     world = make_world(sqlite_url)
     world.files_folder.write_text("no folder")
-    adapter = world.start()
+    adapter = world.start(PATIENCE="0.5")
     adapter.wait("/health")
     job_id = world.post(adapter)
     failed = world.wait(job_id, "failed", 60)
@@ -352,6 +352,18 @@ def test_a_store_that_refuses(make_world: Callable[..., World], sqlite_url: str)
     assert "/" not in failed.error_message
     world.files_folder.unlink()
     world.wait(world.post(adapter), "completed")
+
+
+def test_a_store_that_is_away_for_a_while(make_world: Callable[..., World], sqlite_url: str) -> None:
+    """The video is made once, and kept when the store takes it."""
+    world = make_world(sqlite_url)
+    world.files_folder.write_text("no folder")
+    adapter = world.start()
+    adapter.wait("/health")
+    job_id = world.post(adapter)
+    wait_for(lambda: adapter.log.read_text().count("could not be stored") > 3, 30)
+    world.files_folder.unlink()
+    assert world.wait(job_id, "completed").attempts == 1
 
 
 def test_videos_larger_than_all_may_be(make_world: Callable[..., World], sqlite_url: str) -> None:

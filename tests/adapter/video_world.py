@@ -96,9 +96,12 @@ def serve(folder: Path) -> Iterator[Serving]:
         assert process.poll() is None, output.read_text()
         yield Serving(process, f"127.0.0.1:{grpc}", folder / "data")
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(120)
+        # Asked again it hurries: where adapters were killed, tritonserver waits for answers that nobody took.
+        for seconds in (15, 60):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+                break
         process.kill()
 
 
