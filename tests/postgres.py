@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -76,14 +76,18 @@ def frozen(server_url: str) -> Iterator[None]:
         server = int(backend.rpartition(")")[2].split()[1])  # its parent
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
         pids = [server, *map(int, children)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
     try:
+        _signal(pids, signal.SIGSTOP)
         yield
     finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    """Those that are still there: the backend of a connection that was closed may be ending."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _serve(folder: Path) -> Iterator[str]:
