@@ -7,14 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from diffusion_backend import loading, seams
+from diffusion_backend.loading import Stage
+from diffusion_backend.task_pipelines import pipelines_by_task
+from diffusion_backend.tasks import IMAGE_TO_IMAGE, INPAINTING
 from diffusion_backend.tombstones import Tombstones
 
 from tests.families import table
 from tests.families.catalogue import IMAGE_TASKS
+from tests.families.dit import z_image
 from tests.families.family import Family
+from tests.families.flux import flux_dev
 from tests.families.four_requests import FourRequests
+from tests.families.stable_diffusion import sd15
 from tests.families.test_batching import compare_both_ways
 from tests.families.test_parity import check
+from tests.families.three_stages import CPU
 
 Saved = Callable[[Family], Path]
 of_each_task = pytest.mark.parametrize(
@@ -54,6 +63,26 @@ def test_rows_of_a_batch_are_what_they_are_alone(
     at_load = FourRequests(family, saved(family), Tombstones(tmp_path)).check()
     assert at_load.joined
     assert at_load.passed
+
+
+@pytest.mark.parametrize("family", [sd15, flux_dev, z_image], ids=lambda family: family.name)
+@pytest.mark.parametrize("stage", Stage)
+def test_all_tasks_have_the_same_weights(family: Family, stage: Stage, saved: Saved) -> None:
+    pipeline = loading.open_pipeline(str(saved(family)))
+    pipe, _ = loading.load_stage(
+        pipeline,
+        stage,
+        device=CPU,
+        dtype=torch.float32,
+        methods=seams.STAND_IN_METHODS,
+        takes_image=True,
+    )
+    own = loading.modules_of(pipe, stage)
+    assert own
+    by_task = pipelines_by_task(pipe)
+    assert {IMAGE_TO_IMAGE, INPAINTING} < set(by_task)
+    for other in by_task.values():
+        assert all(getattr(other, name) is module for name, module in own.items())
 
 
 @pytest.mark.skipif(table.UPDATE, reason="it is being written")
