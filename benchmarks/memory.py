@@ -72,12 +72,16 @@ def private_bytes(pid: int) -> int:
 
 
 def weights(server: Server, model: str) -> dict[str, float]:
-    """Bytes of the components of each stage, and of its fast VAE decoder, as the model's card says."""
+    """Bytes of each stage's own components, and of the fast VAE decoder, as the model's card says.
+
+    The VAE is vae_decode's: encode, which needs it for images, maps the same file, and reads its half of it.
+    """
     card = httpx.get(f"{server.adapter.url}/v1/models/{model}", timeout=60).raise_for_status().json()
-    held = {
-        stage: sum(part["bytes"] for part in card["stages"][f"{model}_{stage}"]["components"].values())
-        for stage in STAGES
+    components = {stage: card["stages"][f"{model}_{stage}"]["components"] for stage in STAGES}
+    components["encode"] = {
+        name: part for name, part in components["encode"].items() if name not in components["vae_decode"]
     }
+    held = {stage: sum(part["bytes"] for part in parts.values()) for stage, parts in components.items()}
     return held | {"vae_decode": held["vae_decode"] + card["fast_path"]["bytes"]}
 
 
