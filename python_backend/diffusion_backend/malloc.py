@@ -10,8 +10,7 @@ page fault clears each of its pages again, decode after decode, step after step.
   buffer above 64 MiB, and malloc maps it all the same.
 
 In an adapter: once a large buffer was freed, malloc maps no more that are as large (M_MMAP_THRESHOLD grows), and what
-threads free then stays in their arenas. Of 13 pictures of 63 megapixels 480 MiB stayed, and nothing does where the
-threshold is set.
+threads free then stays in their arenas. Where the threshold is set, it does not (``tests/test_malloc.py``).
 
 https://sourceware.org/glibc/manual/latest/html_node/Malloc-Tunable-Parameters.html
 """

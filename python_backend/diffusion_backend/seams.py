@@ -501,14 +501,15 @@ class _BlamingProcessor:
         self._processor = processor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _blaming(self._processor, _NO_SUCH_IMAGE, IMAGE)(*args, **kwargs)
+        return _blame_image(self._processor.__call__)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._processor, name)
-        return _blaming(value, _NO_SUCH_IMAGE, IMAGE) if inspect.isroutine(value) else value
+        return _blame_image(value) if inspect.isroutine(value) else value
 
 
-_NO_SUCH_IMAGE = "the pipeline can do nothing with 'image'"
+def _blame_image(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _blaming(function, "the pipeline can do nothing with 'image'", IMAGE)
 
 
 def _blaming(function: Callable[..., Any], what: str, param: str | None = None) -> Callable[..., Any]:
