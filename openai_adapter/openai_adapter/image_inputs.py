@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from diffusion_backend.input_image import GivenImages, editable_part, reference
+from diffusion_backend.input_image import GivenImages, gather
 from diffusion_backend.settings import ModelLimits
 from PIL import Image, ImageOps
 
@@ -88,15 +88,13 @@ class ImageInputs:
             return await asyncio.to_thread(uploads.to_png, data, field, self._max_pixels, size)
 
     def _decode(self, files: list[tuple[bytes, str]], mask: bytes | None, *, takes_mask: bool) -> GivenImages:
-        images: list[Image.Image] = []
-        for data, field in files:
-            image = uploads.decode(data, field, self._max_pixels)
-            # References beside the first are not needed any larger, and may be many.
-            images.append(reference(image, _MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE) if images else image)
+        opened = (uploads.decode(data, field, self._max_pixels) for data, field in files)
+        largest = (_MAX_REFERENCE_SIDE, _MAX_REFERENCE_SIDE)
         if not takes_mask:
-            return GivenImages(images, None)
-        opened = None if mask is None else uploads.decode(mask, "mask", self._max_pixels)
-        return GivenImages(images, editable_part(images[0], opened))
+            return gather(opened, largest)
+        return gather(
+            opened, largest, lambda: None if mask is None else uploads.decode(mask, "mask", self._max_pixels)
+        )
 
 
 class RequestInputs:

@@ -9,7 +9,7 @@ first image keep their proportions, and are scaled down where they are larger th
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageOps
@@ -82,15 +82,29 @@ def open_images(
     Raises:
         DiffusionError: INVALID_ARG, naming ``image`` or ``mask``: what is wrong with it.
     """
-    images: list[Image.Image] = []
-    for file in files:
-        image = open_upright(file)
-        images.append(
-            reference(image, *largest) if images else image
-        )  # there may be many, and each takes memory
-    if not images or not takes_mask:
-        return GivenImages(images, None)
-    return GivenImages(images, editable_part(images[0], None if mask is None else open_upright(mask, "mask")))
+    opened = (open_upright(file) for file in files)
+    if not takes_mask:
+        return gather(opened, largest)
+    return gather(opened, largest, lambda: None if mask is None else open_upright(mask, "mask"))
+
+
+def gather(
+    images: Iterable[Image.Image],
+    largest: tuple[int, int],
+    mask: Callable[[], Image.Image | None] | None = None,
+) -> GivenImages:
+    """The images of a request, each of which is opened when its turn comes: there may be many, and each takes memory.
+
+    ``mask`` opens the mask, if there is one; None: transparency marks nothing.
+
+    Raises:
+        DiffusionError: INVALID_ARG, naming ``mask``: it is of another size, or marks nothing.
+    """
+    given: list[Image.Image] = []
+    for image in images:
+        given.append(shrink(image.convert("RGB"), *largest) if given else image)
+    part = editable_part(given[0], mask()) if given and mask is not None else None
+    return GivenImages(given, part)
 
 
 def open_upright(data: bytes, param: str = "image") -> Image.Image:
@@ -160,11 +174,6 @@ def editable_part(image: Image.Image, mask: Image.Image | None) -> Image.Image |
             f"has {lacks}; allowed: a PNG or WebP file, transparent (alpha 0) where 'image' may change"
         )
     return part
-
-
-def reference(image: Image.Image, width: int, height: int) -> Image.Image:
-    """A further image as a pipeline gets it: RGB, without its transparency, at most ``width`` x ``height``."""
-    return shrink(image.convert("RGB"), width, height)
 
 
 def shrink(image: Image.Image, width: int, height: int) -> Image.Image:
