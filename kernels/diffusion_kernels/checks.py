@@ -13,18 +13,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BATCH = 65535
 
 
-def require_input(x: Tensor) -> None:
-    """Refuses an input that is empty, of another dtype, too large a batch or where no kernel can run."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+def require_input(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Refuses an input that is empty, or of another dtype."""
+    if x.dtype not in dtypes:
+        raise ValueError(f"x is {x.dtype}: expected one of {', '.join(map(str, dtypes))}")
     if x.numel() == 0:
         raise ValueError(f"x is empty, with shape {tuple(x.shape)}: expected at least one element")
+
+
+def require_gpu(x: Tensor) -> None:
+    """Refuses an input of too large a batch for a GPU, or where no kernel for GPUs can run."""
     if x.shape[0] > MAX_BATCH:
         raise ValueError(f"x has a batch of {x.shape[0]}: expected at most {MAX_BATCH}")
     if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
         raise ValueError(
             f"x is on {x.device}: expected a CUDA tensor (or a CPU tensor with TRITON_INTERPRET=1)"
         )
+
+
+def require_cpu(x: Tensor) -> None:
+    """Refuses an input that is not on the CPU."""
+    if x.device.type != "cpu":
+        raise ValueError(f"x is on {x.device}: expected a CPU tensor")
 
 
 def require_channels_last(x: Tensor, dimensions: tuple[int, ...]) -> torch.memory_format:

@@ -35,6 +35,7 @@ from torch import Tensor
 from diffusion_kernels.checks import (
     INTERPRETED,
     require_channels_last,
+    require_gpu,
     require_input,
     require_no_grad,
     require_parameter,
@@ -317,6 +318,7 @@ def group_norm_silu(
             ``weight`` or ``bias`` has another shape, dtype, device or layout; a gradient is asked for.
     """
     require_input(x)
+    require_gpu(x)
     layout = require_channels_last(x, (4,))
     require_parameter("weight", weight, x)
     require_parameter("bias", bias, x)

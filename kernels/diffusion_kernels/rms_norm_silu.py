@@ -26,7 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusion_kernels.checks import require_channels_last, require_input, require_no_grad, require_parameter
+from diffusion_kernels.checks import (
+    require_channels_last,
+    require_gpu,
+    require_input,
+    require_no_grad,
+    require_parameter,
+)
 
 # What F.normalize clamps the norm to.
 MIN_NORM = 1e-12
@@ -92,6 +98,7 @@ def rms_norm_silu(x: Tensor, gamma: Tensor, bias: Tensor | None = None, *, silu:
             ``gamma`` or ``bias`` has another shape, dtype, device or layout; a gradient is asked for.
     """
     require_input(x)
+    require_gpu(x)
     layout = require_channels_last(x, (4, 5))
     require_parameter("gamma", gamma, x)
     if bias is not None:

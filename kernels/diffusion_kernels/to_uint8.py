@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusion_kernels.checks import require_input, require_no_grad
+from diffusion_kernels.checks import require_gpu, require_input, require_no_grad
 
 BLOCK = 2048
 # 2^23: a float32 of this size has no bits left for a fraction, so that adding it rounds, half to even.
@@ -72,6 +72,7 @@ def to_uint8(x: Tensor) -> Tensor:
             65535; a gradient is asked for.
     """
     require_input(x)
+    require_gpu(x)
     require_no_grad(x=x)
     if x.dim() != 4 or x.shape[1] != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [N, 3, H, W]")

@@ -1,7 +1,7 @@
 """The layers of the fast VAE decoders, on dense channels_last tensors.
 
-On a GPU the normalizations are our own kernels (``diffusion_kernels``), on a CPU torch's. The algebra is exact: a
-rewritten layer differs from the one it stands for only by rounding.
+The normalizations are our own kernels (``diffusion_kernels``), where there are some. The algebra is exact: a rewritten
+layer differs from the one it stands for only by rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from torch import nn
 _ADDING = "_convolution_pointwise_"
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Whether our kernels run where ``x`` is."""
-    return x.is_cuda
+def kernels_for(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Which of our kernels run there: ``triton``, on a GPU, ``cpu``, or None: PyTorch's own operations do."""
+    if device.type == "cuda":
+        return "triton"
+    from diffusion_kernels import cpu
+
+    return "cpu" if device.type == "cpu" and dtype in cpu.DTYPES and cpu.is_built() else None
 
 
 class GroupNormSiLU(nn.Module):
@@ -34,13 +38,16 @@ class GroupNormSiLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
-        if has_kernels(x):
+        kernels = kernels_for(x.device, x.dtype)
+        if kernels == "triton":
             from diffusion_kernels.group_norm_silu import group_norm_silu
-
-            x = x.contiguous(memory_format=torch.channels_last)
-            return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
-        y: torch.Tensor = norm(x)
-        return F.silu(y, inplace=True) if self.silu else y
+        elif kernels == "cpu":
+            from diffusion_kernels.cpu import group_norm_silu
+        else:
+            y: torch.Tensor = norm(x)
+            return F.silu(y, inplace=True) if self.silu else y
+        x = x.contiguous(memory_format=torch.channels_last)
+        return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
 
 
 class RmsNormSiLU(nn.Module):
@@ -54,12 +61,18 @@ class RmsNormSiLU(nn.Module):
             self.bias = nn.Parameter(norm.bias.flatten(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if has_kernels(x):
+        kernels = kernels_for(x.device, x.dtype)
+        if kernels == "triton":
             from diffusion_kernels.rms_norm_silu import rms_norm_silu
+        elif kernels == "cpu":
+            from diffusion_kernels.cpu import rms_norm_silu
+        else:
+            return self._in_torch(x)
+        # Not every convolution keeps the layout where there is one frame.
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        return rms_norm_silu(x, self.gamma, self.bias)
 
-            # Not every convolution keeps the layout where there is one frame.
-            x = x.contiguous(memory_format=torch.channels_last_3d)
-            return rms_norm_silu(x, self.gamma, self.bias)
+    def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
         pixels = x.movedim(1, -1)  # dense, since x is channels_last
         # eps: F.normalize's, which bounds the norm by 1e-12, hardly differs for vectors that are not all but zero.
         y = F.rms_norm(pixels, (pixels.shape[-1],), self.gamma, eps=1e-24)

@@ -18,6 +18,7 @@ from torch.nn.functional import pixel_shuffle
 
 from diffusion_backend import seams
 from diffusion_backend.fast_decoders import CannotRewriteError, FastDecoder
+from diffusion_backend.fast_layers import kernels_for
 from diffusion_backend.fast_path_gate import (
     has_vae_fast_path_gate,
     register_vae_fast_path_gate,
@@ -41,6 +42,8 @@ class FastPath:
     ``own_range_psnr_db`` is of what the VAE makes before it is clamped to a picture (peak: its own span), as values
     beyond white and black would hide their differences.
 
+    ``kernels`` are those that normalize: see ``fast_layers.kernels_for``.
+
     ``rewritten`` counts the modules that the fast decoder has instead of the VAE's own, by class. ``bytes`` is what it
     takes of memory besides the weights that it shares with the VAE.
     """
@@ -48,6 +51,7 @@ class FastPath:
     state: str  # installed, or refused
     reason: str | None = None
     dtype: str | None = None
+    kernels: str | None = None
     psnr_db: float | None = None
     own_range_psnr_db: float | None = None
     max_difference: int | None = None
@@ -96,6 +100,7 @@ def _try(
     measured = FastPath(
         "installed",
         dtype=str(dtype).removeprefix("torch."),
+        kernels=kernels_for(device, dtype),
         psnr_db=round(compared.psnr_db, 2),
         own_range_psnr_db=round(compared.own_range_psnr_db, 2),
         max_difference=compared.max_difference,
