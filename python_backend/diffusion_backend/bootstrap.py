@@ -26,6 +26,7 @@ SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 MINIMUM_GLIBC = (2, 35)
 TRITON_PACKAGE = "nvidia-pytriton"
 EXTRAS = ("adapter", "backend")  # groups of dependencies in pyproject.toml: here both parts run
+COMPILER = "g++"  # of the kernels for CPUs, which can be done without
 PACKAGE_FOLDERS = ("python_backend", "kernels", "openai_adapter")  # each holds one package
 TRITON_SERVER = Path("pytriton/tritonserver")  # inside the folder that the package is installed to
 
@@ -174,6 +175,8 @@ class Checkout:
             return
         what = f".[{','.join([*EXTRAS, *([extra] if extra else [])])}]"
         _say(f"installing the dependencies into .venv ({what}, pinned); the first time takes a minute or two")
+        if _read(self.venv / "set-up-done-plain") != want:
+            self._remove_kernels()
         self.unfinished.touch()
         try:
             # setuptools first and no build isolation: so the build's own tools are pinned, too.
@@ -184,6 +187,8 @@ class Checkout:
             self.unfinished.unlink()
             raise
         self._write_paths()
+        if not self._built_kernels():
+            _say(f"the kernels for CPUs were not built, which takes {COMPILER}: PyTorch's operations do their work")
         self.unfinished.unlink()
         for stamp in {done, self.venv / "set-up-done-plain"}:
             stamp.write_text(want)
@@ -198,8 +203,19 @@ class Checkout:
         python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         (self.venv / "lib" / python / "site-packages" / "triton-diffusion-checkout.pth").write_text(lines)
 
+    def _built_kernels(self) -> list[Path]:
+        return list((self.root / "kernels").glob("*/_cpu*.so"))
+
+    def _remove_kernels(self) -> None:
+        """So that kernels of other sources do not stay where the new ones cannot be built."""
+        for library in self._built_kernels():
+            library.unlink()
+
     def _fingerprint(self) -> str:
         parts = [(self.root / "pyproject.toml").read_bytes(), self.constraints.read_bytes()]
+        sources = [path for pattern in ("*.cpp", "*.h") for path in (self.root / "kernels").glob(f"*/{pattern}")]
+        parts += [path.read_bytes() for path in sorted(sources)]
+        parts.append(b"compiler" if shutil.which(COMPILER) else b"")
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def _install_triton(self) -> None:

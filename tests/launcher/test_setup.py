@@ -248,3 +248,29 @@ def test_two_starts_at_once_share_one_set_up(checkout: Path) -> None:
     assert [start.returncode for start in starts] == [0, 0, 0]
     assert {out for out, _ in outputs} == {"served serve\n"}
     assert sum(err.count("creating .venv") for _, err in outputs) == 1
+
+
+def test_kernels_are_built_again_when_their_sources_change(checkout: Path) -> None:
+    first = _serve(checkout)
+    assert "the kernels for CPUs were not built, which takes g++" in first.stderr
+    kernels = checkout / "kernels" / "some_kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "kernel.cpp").write_text("new")
+    (kernels / "_cpu.so").write_text("of other sources")
+    second = _serve(checkout)
+    assert "installing the dependencies" in second.stderr
+    assert not (kernels / "_cpu.so").exists()
+    assert _serve(checkout).stderr == ""
+
+
+def test_a_compiler_that_was_not_there_builds_them(checkout: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for folder in os.environ["PATH"].split(":"):
+        for program in Path(folder).glob("*"):
+            if program.name != "g++" and not (programs / program.name).is_symlink():
+                (programs / program.name).symlink_to(program)
+    assert _serve(checkout, PATH=str(programs)).returncode == 0
+    assert _serve(checkout, PATH=str(programs)).stderr == ""
+    (programs / "g++").symlink_to("/bin/true")
+    assert "installing the dependencies" in _serve(checkout, PATH=str(programs)).stderr
