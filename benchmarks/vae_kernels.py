@@ -1,8 +1,8 @@
-"""Our kernels by themselves: their time, and the bytes a second that they move; vae_decode.py prints it on a GPU.
+"""Our kernels by themselves: their time, and the bytes a second that they move; vae_decode.py prints it.
 
-Each has the shapes that it meets in a decode, next to the same in PyTorch's own operations. The bytes are those of the
-kernel's own ``bytes_moved``, and the ceiling is a copy of a large tensor. What fits into the GPU's L2 cache
-(50 MB of an H200) may be faster than that, so larger tensors are taken.
+Each has the shapes that it meets in a decode, next to the same in PyTorch's own operations: on a GPU in the layout that
+the VAE's own decoder has, on a CPU in channels_last. The bytes are those of the kernel's own ``bytes_moved``, and the
+ceiling is a copy of a large tensor. What fits into a cache (50 MB of L2 in an H200) may be faster than that.
 """
 
 from __future__ import annotations
@@ -12,17 +12,31 @@ from dataclasses import dataclass
 
 import measure
 import torch
-from diffusion_kernels import group_norm_silu, rms_norm_silu, to_uint8
+from diffusion_kernels import cpu, group_norm_silu, rms_norm_silu, to_uint8
+from diffusion_kernels.checks import INTERPRETED
 
 ROUNDS = 5
-REPEATS = 20  # one after the other, so that the launches of the next are hidden behind the work of the last
+# By the device. On a GPU one after the other, so that the launches of the next are hidden behind the work of the last.
+REPEATS = {"cuda": 20, "cpu": 3}
 GROUPS = 32
 
-# AutoencoderKL's at 1024x1024, Wan's with 4 frames of 832x480, and pictures of 1024x1024 and 2048x2048.
-SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
-    "group_norm_silu": ((1, 512, 256, 256), (1, 512, 512, 512), (1, 256, 1024, 1024), (1, 128, 1024, 1024)),
-    "rms_norm_silu": ((1, 192, 4, 240, 416), (1, 96, 4, 480, 832)),
-    "to_uint8": ((4, 3, 1024, 1024), (4, 3, 2048, 2048)),
+# On a GPU AutoencoderKL's at 1024x1024, Wan's with 4 frames of 832x480, and pictures of 1024x1024 and 2048x2048; on
+# a CPU AutoencoderKL's at 512x512, and Qwen-Image's at 256x256.
+SHAPES: dict[str, dict[str, Sequence[tuple[int, ...]]]] = {
+    "cuda": {
+        "group_norm_silu": (
+            (1, 512, 256, 256),
+            (1, 512, 512, 512),
+            (1, 256, 1024, 1024),
+            (1, 128, 1024, 1024),
+        ),
+        "rms_norm_silu": ((1, 192, 4, 240, 416), (1, 96, 4, 480, 832)),
+        "to_uint8": ((4, 3, 1024, 1024), (4, 3, 2048, 2048)),
+    },
+    "cpu": {
+        "group_norm_silu": ((1, 512, 64, 64), (1, 512, 256, 256), (1, 256, 512, 512), (1, 128, 512, 512)),
+        "rms_norm_silu": ((1, 384, 1, 64, 64), (1, 192, 1, 128, 128), (1, 96, 1, 256, 256)),
+    },
 }
 
 
@@ -53,20 +67,23 @@ class KernelTime:
 def _calls(
     kernel: str, x: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], int]:
-    """The kernel on ``x``, PyTorch's operations on it as the VAE's own decoder has them, and the kernel's bytes."""
+    """The kernel on ``x``, PyTorch's operations on it, and the kernel's bytes."""
     if kernel == "to_uint8":
         moved = to_uint8.bytes_moved(x.shape, x.dtype)
         return lambda: to_uint8.to_uint8(x), lambda: to_uint8.to_uint8_reference(x), moved
     last = x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+    on_cpu = x.device.type == "cpu" and not INTERPRETED
+    if on_cpu:
+        x = last
     weight, bias = torch.randn(2, x.shape[1], device=x.device).to(x.dtype)
     if kernel == "rms_norm_silu":
         return (
-            lambda: rms_norm_silu.rms_norm_silu(last, weight),
+            lambda: (cpu if on_cpu else rms_norm_silu).rms_norm_silu(last, weight),
             lambda: rms_norm_silu.rms_norm_silu_reference(x, weight),
             rms_norm_silu.bytes_moved(x.shape, x.dtype),
         )
     return (
-        lambda: group_norm_silu.group_norm_silu(last, GROUPS, weight, bias, 1e-6),
+        lambda: (cpu if on_cpu else group_norm_silu).group_norm_silu(last, GROUPS, weight, bias, 1e-6),
         lambda: group_norm_silu.group_norm_silu_reference(x, GROUPS, weight, bias, 1e-6),
         group_norm_silu.bytes_moved(x.shape, x.dtype),
     )
@@ -75,11 +92,12 @@ def _calls(
 def time_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    shapes: dict[str, Sequence[tuple[int, ...]]] = SHAPES,
-    repeats: int = REPEATS,
+    shapes: dict[str, Sequence[tuple[int, ...]]] | None = None,
+    repeats: int | None = None,
 ) -> Iterator[KernelTime]:
     """The best of some rounds, after a first call that compiles and tunes."""
-    for kernel, sizes in shapes.items():
+    repeats = repeats or REPEATS[device.type]
+    for kernel, sizes in (shapes or SHAPES[device.type]).items():
         for shape in sizes:
             x = torch.randn(shape, device=device).to(dtype)
             ours, torchs, moved = _calls(kernel, x)

@@ -34,6 +34,7 @@ from diffusion_backend.fast_path_gate import (
     remove_vae_fast_path_gate,
     use_vae_fast_path,
 )
+from diffusion_kernels import cpu
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -117,8 +118,15 @@ def test_the_algebra_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", VAES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(
+    name: str, dtype: torch.dtype, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It rounds about as much as the VAE's own decoder does in that dtype: both are compared with float64."""
+    kernels = fast_layers.kernels_for(torch.device("cpu"), dtype)
+    if has_kernels and kernels is None:
+        pytest.skip("there are no kernels for it here")
+    monkeypatch.setattr(fast_layers, "kernels_for", lambda *_: kernels if has_kernels else None)
     vae, latents = make(name)
     own = decode(copy.deepcopy(vae).to(dtype), latents.to(dtype))
     exact = decode(copy.deepcopy(vae).double(), latents.double())
@@ -487,9 +495,22 @@ def test_what_was_installed_is_told() -> None:
     assert path.max_difference is not None
     assert 0 < path.max_difference < 32
     assert path.rewritten["ResnetBlock2D"] == 8
+    assert path.kernels == ("cpu" if cpu.is_built() else None)
     with use_vae_fast_path(vae, True) as is_fast:
         assert is_fast
         assert not torch.equal(decode(vae, latents), before)
+
+
+def test_without_kernels_for_the_cpu_it_is_installed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_library", lambda: None)
+    vae, latents = make("AutoencoderKL")
+    path = installed(vae)
+    assert (path.state, path.kernels) == ("installed", None)
+    with use_vae_fast_path(vae, True):
+        without = decode(vae, latents)
+    monkeypatch.undo()
+    with use_vae_fast_path(vae, True):
+        assert torch.equal(decode(vae, latents), without) is not cpu.is_built()
 
 
 def test_pictures_that_differ_too_much_are_refused_with_the_figure() -> None:

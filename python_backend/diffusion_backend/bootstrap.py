@@ -188,7 +188,9 @@ class Checkout:
             raise
         self._write_paths()
         if not self._built_kernels():
-            _say(f"the kernels for CPUs were not built, which takes {COMPILER}: PyTorch's operations do their work")
+            _say(
+                f"the kernels for CPUs were not built, which takes {COMPILER}: PyTorch's operations do their work"
+            )
         self.unfinished.unlink()
         for stamp in {done, self.venv / "set-up-done-plain"}:
             stamp.write_text(want)
@@ -213,7 +215,9 @@ class Checkout:
 
     def _fingerprint(self) -> str:
         parts = [(self.root / "pyproject.toml").read_bytes(), self.constraints.read_bytes()]
-        sources = [path for pattern in ("*.cpp", "*.h") for path in (self.root / "kernels").glob(f"*/{pattern}")]
+        sources = [
+            path for pattern in ("*.cpp", "*.h") for path in (self.root / "kernels").glob(f"*/{pattern}")
+        ]
         parts += [path.read_bytes() for path in sorted(sources)]
         parts.append(b"compiler" if shutil.which(COMPILER) else b"")
         return hashlib.sha256(b"\0".join(parts)).hexdigest()

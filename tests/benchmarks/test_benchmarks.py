@@ -104,10 +104,11 @@ def test_vae_decode(tmp_path: Path) -> None:
 def test_vae_operations(tmp_path: Path) -> None:
     """The shares are those of the whole."""
     figures = _figures("vae_operations", tmp_path / "figures.json")
-    _assert_positive(
-        figures, ("kl_128_sums_ratio", "kl_128_share_of_convolutions", "kl_128_share_of_GroupNorm")
-    )
-    assert sum(value for name, value in figures.items() if "share_of" in name) == pytest.approx(1)
+    for case in ("kl_128", "klqwenimage_64"):
+        names = ("sums_ratio", "kernels_ratio", "share_of_convolutions", "share_of_normalizations_and_SiLU")
+        _assert_positive(figures, tuple(f"{case}_{name}" for name in names))
+        shares = [value for name, value in figures.items() if name.startswith(f"{case}_share_of")]
+        assert sum(shares) == pytest.approx(1)
 
 
 def test_vae_traffic(tmp_path: Path) -> None:
