@@ -13,7 +13,7 @@ against black being 0 dB. ``own_range_psnr_db`` is of the unclamped output, agai
 
 The floor is what the convolutions and products of matrices of the fast decoder would take at the rate of large products
 of matrices in the same dtype, in the same turns. A lone convolution may be faster than these, so the share of the time
-at the highest rate that this machine reaches at all is there, too.
+at the highest rate that this machine reaches at all is there, too: it is the one that cannot exceed 1.
 """
 
 from __future__ import annotations
@@ -382,8 +382,8 @@ class Report:
         )
         columns = ("gflop", "lossless_gflop", "floor_ms", "roofline_ms", "fast_ms", *SHARES)
         measure.report(
-            "the floor of the fast decoder: its FLOPs at the rate of products of matrices; 'memory': at the highest "
-            "rate, or its bytes, of each operation",
+            "the floor of the fast decoder: its FLOPs at the rate of products of matrices; 'memory': the larger of "
+            "each operation's FLOPs at the highest rate and its bytes",
             ["", "dtype", "GFLOP", "lossless", "floor ms", "memory ms", "fast ms", "share", "at highest"],
             [
                 [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import measure
 import torch
 from diffusion_kernels import cpu, group_norm_silu, rms_norm_silu, to_uint8
-from diffusion_kernels.checks import INTERPRETED
+from diffusion_kernels.gpu import INTERPRETED
 
 ROUNDS = 5
 # By the device. On a GPU one after the other, so that the launches of the next are hidden behind the work of the last.

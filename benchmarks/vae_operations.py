@@ -1,7 +1,7 @@
 """Where the time of a fast decode on a CPU goes, and what two of its parts are worth.
 
-These are our kernels that normalize, and residual sums that are made inside convolutions. All in processor time, of all
-threads, since that is nearly the same on a busy machine.
+These are our kernels that normalize, and residual sums that are made inside convolutions: in processor time, of all
+threads, since that is nearly the same on a busy machine. Shares are of the profiler's time, that of the calling thread.
 """
 
 from __future__ import annotations

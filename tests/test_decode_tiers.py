@@ -20,12 +20,12 @@ from diffusers import DiffusionPipeline
 from diffusion_backend import seams
 from diffusion_backend.client import CHANNEL_ARGS, DiffusionClient, vae_decode_model
 from diffusion_backend.errors import DiffusionError
+from diffusion_backend.fast_layers import kernels_for
 from diffusion_backend.processes import LaunchError
 from diffusion_backend.quality import TIERS, Tier
 from diffusion_backend.repository import BuildOptions, add
 from diffusion_backend.settings import resolve
 from diffusion_backend.tritonserver import TritonServer
-from diffusion_kernels import cpu
 
 from tests import triton_metrics
 from tests.running_server import ROOT, RunningServer
@@ -146,7 +146,7 @@ def test_the_card_and_describe_say_what_is_installed(server: RunningServer) -> N
     assert path["psnr_db"] >= 40
     assert path["rewritten"] == {"Decoder": 1, "ResnetBlock2D": 8, "Upsample2D": 2}
     assert path["dtype"] in ("bfloat16", "float32")
-    assert path["kernels"] == ("cpu" if cpu.is_built() else None)
+    assert path["kernels"] == kernels_for(torch.device(card["stages"]["vae_decode"]["device"]), torch.float32)
 
 
 def test_openai_clients_are_told_the_path(server: RunningServer) -> None:

@@ -1,4 +1,5 @@
-"""Triton-language kernels and their torch references; nothing about serving.
+"""The kernels of the fast VAE decode and their torch references; nothing about serving.
 
-One module a kernel. The package itself imports neither torch nor triton, so that a process without a GPU pays nothing.
+One module a kernel in Triton's language, for GPUs; ``cpu`` has those in C++, and needs no triton. The package itself
+imports neither torch nor triton.
 """

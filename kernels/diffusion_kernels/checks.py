@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-# Fixed when triton is imported: the decorators of the kernels read it at that moment too.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A CUDA grid has at most so many programs on its second axis, where the kernels put the batch.
-MAX_BATCH = 65535
 
 
 def require_input(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
@@ -19,16 +14,6 @@ def require_input(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
         raise ValueError(f"x is {x.dtype}: expected one of {', '.join(map(str, dtypes))}")
     if x.numel() == 0:
         raise ValueError(f"x is empty, with shape {tuple(x.shape)}: expected at least one element")
-
-
-def require_gpu(x: Tensor) -> None:
-    """Refuses an input of too large a batch for a GPU, or where no kernel for GPUs can run."""
-    if x.shape[0] > MAX_BATCH:
-        raise ValueError(f"x has a batch of {x.shape[0]}: expected at most {MAX_BATCH}")
-    if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
-        raise ValueError(
-            f"x is on {x.device}: expected a CUDA tensor (or a CPU tensor with TRITON_INTERPRET=1)"
-        )
 
 
 def require_cpu(x: Tensor) -> None:

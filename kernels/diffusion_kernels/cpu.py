@@ -1,7 +1,8 @@
 """The kernels for CPUs: what ``group_norm_silu`` and ``rms_norm_silu`` do on a GPU, compiled from C++.
 
 They are compiled when the package is installed, where there is a C++ compiler; ``is_built`` says whether they were. One
-library has a copy of each for AVX-512, AVX2 and neither, of which the CPU chooses. As many threads run as PyTorch has.
+library has a copy of each for AVX-512, AVX2 and neither, of which the CPU chooses. So bytes depend on the sort of CPU,
+but neither on the rest of a batch nor on the number of threads. There are as many of these as PyTorch has.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
 _LIBRARY = "diffusion_kernels._cpu"
-# Rows whose moments are taken together: enough of them for all threads, and few beside the data.
+# An image is divided into so many chunks, each with its moments: more where these would be larger than the largest, and
+# fewer where they would be smaller than the smallest.
 _CHUNKS = 64
 _MIN_CHUNK_ROWS, _MAX_CHUNK_ROWS = 64, 1024
-# Numbers that the kernel keeps of a channel of each chunk, and of a channel.
+# What group_norm_silu.cpp has under the same names.
 _PARTIALS, _COEFFICIENTS = 4, 3
 
 
@@ -39,8 +41,9 @@ def _library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     try:
+        # PyTorch is there already, so one OpenMP runs the threads of both.
         return declare(ctypes.CDLL(spec.origin))
-    except OSError as error:  # built for another machine, or there is no OpenMP here
+    except OSError as error:  # such as one that was built for another machine
         logger.warning("the kernels for CPUs cannot be loaded: %s", error)
         return None
 
@@ -73,8 +76,7 @@ def group_norm_silu(
 ) -> Tensor:
     """``silu(group_norm(x, num_groups, weight, bias, eps))`` of channels_last images.
 
-    Computed in float32 (the merging of moments in float64) and rounded once, to the dtype of ``x``. No gradient. An
-    image's bytes depend neither on its batch nor on the number of threads, but on the sort of CPU.
+    Computed in float32 (the merging of moments in float64) and rounded once, to the dtype of ``x``. No gradient.
 
     Args:
         x: [N, C, H, W], dense in ``torch.channels_last``; float32 or bfloat16; on the CPU.
@@ -105,8 +107,8 @@ def group_norm_silu(
     rows = height * width
     rows_per_chunk = min(max(rows // _CHUNKS, _MIN_CHUNK_ROWS), _MAX_CHUNK_ROWS)
     chunks = -(-rows // rows_per_chunk)
-    partials = torch.empty(batch, chunks, _PARTIALS, channels)
-    coefficients = torch.empty(batch, _COEFFICIENTS, channels)
+    partials = torch.empty(batch, chunks, _PARTIALS, channels, dtype=torch.float32, device=x.device)
+    coefficients = torch.empty(batch, _COEFFICIENTS, channels, dtype=torch.float32, device=x.device)
     weight, bias = weight.float(), bias.float()
     y = torch.empty_like(x, memory_format=layout)
     _require_library().diffusion_group_norm_silu(
@@ -158,7 +160,7 @@ def rms_norm_silu(x: Tensor, gamma: Tensor, bias: Tensor | None = None, *, silu:
     require_no_grad(x=x, gamma=gamma, bias=bias)
     channels = x.shape[1]
     gamma = gamma.float()
-    bias = torch.zeros(channels) if bias is None else bias.float()
+    bias = torch.zeros_like(gamma) if bias is None else bias.float()
     y = torch.empty_like(x, memory_format=layout)
     _require_library().diffusion_rms_norm_silu(
         x.data_ptr(),

@@ -18,8 +18,8 @@ constexpr int64_t BLOCK_ROWS = 16;
 // Elements that a thread normalizes at a time.
 constexpr int64_t TILE = 65536;
 
-// What is kept of a chunk: an array of ``channels`` each for its first row, the mean less that row, M2 (the sum of squared
-// deviations from the mean), and the sums of the block at hand.
+// What is kept of a chunk, in arrays of ``channels``: its first row, the mean less that row, M2 (the sum of squared
+// deviations from the mean), and the sums of the block at hand. cpu.py makes room for it.
 constexpr int64_t PARTIALS = 4;
 
 template <typename T>
@@ -46,7 +46,7 @@ INLINE void chunk_moments(const T *x, float *partials, int64_t rows, int64_t cha
       const float block_mean = sum[c] / float(height);
       const float step = block_mean - mean[c];
       mean[c] += step * share;
-      m2[c] += step * step * weight;
+      m2[c] += step * (step * weight);  // 0 in the first block, whatever the step
       sum[c] = block_mean;
     }
     for (int64_t r = 0; r < height; ++r)
@@ -58,7 +58,7 @@ INLINE void chunk_moments(const T *x, float *partials, int64_t rows, int64_t cha
   }
 }
 
-// An array of ``channels`` each for the mean, the factor and the summand: y = (x - mean) * factor + summand.
+// Likewise of an image: the mean, the factor and the summand of y = (x - mean) * factor + summand.
 constexpr int64_t COEFFICIENTS = 3;
 
 template <typename T, bool SILU>
@@ -169,8 +169,8 @@ void group_norm_silu(const T *x, T *y, const float *weight, const float *bias, f
 
 }  // namespace
 
-// ``x`` and ``y``: [batch, rows, channels], bfloat16 or float32. ``partials``: room for 4 numbers of each channel of each
-// chunk of each image; ``coefficients``: for 3 of each channel of each image.
+// ``x`` and ``y``: [batch, rows, channels], bfloat16 or float32. Room for the computation: ``partials``: [batch, chunks,
+// PARTIALS, channels]; ``coefficients``: [batch, COEFFICIENTS, channels].
 extern "C" void diffusion_group_norm_silu(const void *x, void *y, const float *weight, const float *bias, float *partials,
                                           float *coefficients, int64_t batch, int64_t rows, int64_t channels,
                                           int64_t groups, int64_t rows_per_chunk, double eps, int is_bfloat16,

@@ -33,13 +33,12 @@ import triton.language as tl
 from torch import Tensor
 
 from diffusion_kernels.checks import (
-    INTERPRETED,
     require_channels_last,
-    require_gpu,
     require_input,
     require_no_grad,
     require_parameter,
 )
+from diffusion_kernels.gpu import INTERPRETED, require_gpu
 
 # Elements of a statistics tile: 32 for each thread of four warps, so that x, mean and M2 stay in registers.
 STATISTICS_TILE = 4096

@@ -63,7 +63,9 @@ void rms_norm_silu(const T *x, T *y, const float *gamma, const float *bias, int6
 extern "C" void diffusion_rms_norm_silu(const void *x, void *y, const float *gamma, const float *bias, int64_t rows,
                                         int64_t channels, int is_bfloat16, int with_silu, int threads) {
   if (is_bfloat16)
-    rms_norm_silu(static_cast<const BFloat16 *>(x), static_cast<BFloat16 *>(y), gamma, bias, rows, channels, with_silu, threads);
+    rms_norm_silu(static_cast<const BFloat16 *>(x), static_cast<BFloat16 *>(y), gamma, bias, rows, channels, with_silu,
+                  threads);
   else
-    rms_norm_silu(static_cast<const float *>(x), static_cast<float *>(y), gamma, bias, rows, channels, with_silu, threads);
+    rms_norm_silu(static_cast<const float *>(x), static_cast<float *>(y), gamma, bias, rows, channels, with_silu,
+                  threads);
 }

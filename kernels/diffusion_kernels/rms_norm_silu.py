@@ -28,11 +28,11 @@ from torch import Tensor
 
 from diffusion_kernels.checks import (
     require_channels_last,
-    require_gpu,
     require_input,
     require_no_grad,
     require_parameter,
 )
+from diffusion_kernels.gpu import require_gpu
 
 # What F.normalize clamps the norm to.
 MIN_NORM = 1e-12

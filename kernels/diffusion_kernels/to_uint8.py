@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusion_kernels.checks import require_gpu, require_input, require_no_grad
+from diffusion_kernels.checks import require_input, require_no_grad
+from diffusion_kernels.gpu import require_gpu
 
 BLOCK = 2048
 # 2^23: a float32 of this size has no bits left for a fraction, so that adding it rounds, half to even.

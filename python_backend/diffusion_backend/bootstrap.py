@@ -175,8 +175,7 @@ class Checkout:
             return
         what = f".[{','.join([*EXTRAS, *([extra] if extra else [])])}]"
         _say(f"installing the dependencies into .venv ({what}, pinned); the first time takes a minute or two")
-        if _read(self.venv / "set-up-done-plain") != want:
-            self._remove_kernels()
+        self._remove_outdated_kernels()
         self.unfinished.touch()
         try:
             # setuptools first and no build isolation: so the build's own tools are pinned, too.
@@ -187,13 +186,10 @@ class Checkout:
             self.unfinished.unlink()
             raise
         self._write_paths()
-        if not self._built_kernels():
-            _say(
-                f"the kernels for CPUs were not built, which takes {COMPILER}: PyTorch's operations do their work"
-            )
         self.unfinished.unlink()
         for stamp in {done, self.venv / "set-up-done-plain"}:
-            stamp.write_text(want)
+            stamp.write_text(self._fingerprint())  # anew: the kernels may have been built
+        self._tell_of_kernels()
 
     def _write_paths(self) -> None:
         """Put the folders of the packages on the environment's path.
@@ -205,21 +201,37 @@ class Checkout:
         python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         (self.venv / "lib" / python / "site-packages" / "triton-diffusion-checkout.pth").write_text(lines)
 
-    def _built_kernels(self) -> list[Path]:
+    def _kernel_sources(self) -> list[Path]:
+        return sorted(path for kind in ("cpp", "h") for path in (self.root / "kernels").glob(f"*/*.{kind}"))
+
+    def _kernel_libraries(self) -> list[Path]:
         return list((self.root / "kernels").glob("*/_cpu*.so"))
 
-    def _remove_kernels(self) -> None:
+    def _remove_outdated_kernels(self) -> None:
         """So that kernels of other sources do not stay where the new ones cannot be built."""
-        for library in self._built_kernels():
-            library.unlink()
+        changed = max((path.stat().st_mtime for path in self._kernel_sources()), default=0.0)
+        for library in self._kernel_libraries():
+            if library.stat().st_mtime < changed:
+                library.unlink()
+
+    def _state_of_kernels(self) -> str:
+        if self._kernel_libraries():
+            return "built"
+        return "to be built" if shutil.which(COMPILER) else "no compiler"
+
+    def _tell_of_kernels(self) -> None:
+        """pip says nothing when an extension that can be done without does not compile."""
+        why = {
+            "no compiler": f"there is no {COMPILER}",
+            "to be built": f"{self.python} -m pip install -v --no-build-isolation --no-deps -e {self.root} shows why",
+        }.get(self._state_of_kernels())
+        if why:
+            _say(f"the kernels for CPUs were not built, PyTorch's operations do their work: {why}")
 
     def _fingerprint(self) -> str:
         parts = [(self.root / "pyproject.toml").read_bytes(), self.constraints.read_bytes()]
-        sources = [
-            path for pattern in ("*.cpp", "*.h") for path in (self.root / "kernels").glob(f"*/{pattern}")
-        ]
-        parts += [path.read_bytes() for path in sorted(sources)]
-        parts.append(b"compiler" if shutil.which(COMPILER) else b"")
+        parts += [path.read_bytes() for path in self._kernel_sources()]
+        parts.append(self._state_of_kernels().encode())
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def _install_triton(self) -> None:

@@ -6,7 +6,9 @@ layer differs from the one it stands for only by rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,6 +30,16 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> str | None:
     return "cpu" if device.type == "cpu" and dtype in cpu.DTYPES and cpu.is_built() else None
 
 
+def _kernel(name: str, x: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Ours for ``x``, of that name."""
+    kernels = kernels_for(x.device, x.dtype)
+    if kernels is None:
+        return None
+    module = import_module(f"diffusion_kernels.{'cpu' if kernels == 'cpu' else name}")
+    kernel: Callable[..., torch.Tensor] = getattr(module, name)
+    return kernel
+
+
 class GroupNormSiLU(nn.Module):
     """``GroupNorm``, then SiLU where ``silu``: [N, C, H, W] to the same shape and dtype."""
 
@@ -38,16 +50,11 @@ class GroupNormSiLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
-        kernels = kernels_for(x.device, x.dtype)
-        if kernels == "triton":
-            from diffusion_kernels.group_norm_silu import group_norm_silu
-        elif kernels == "cpu":
-            from diffusion_kernels.cpu import group_norm_silu
-        else:
-            y: torch.Tensor = norm(x)
-            return F.silu(y, inplace=True) if self.silu else y
-        x = x.contiguous(memory_format=torch.channels_last)
-        return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
+        if (kernel := _kernel("group_norm_silu", x)) is not None:
+            x = x.contiguous(memory_format=torch.channels_last)
+            return kernel(x, norm.num_groups, norm.weight, norm.bias, norm.eps, silu=self.silu)
+        y: torch.Tensor = norm(x)
+        return F.silu(y, inplace=True) if self.silu else y
 
 
 class RmsNormSiLU(nn.Module):
@@ -61,18 +68,9 @@ class RmsNormSiLU(nn.Module):
             self.bias = nn.Parameter(norm.bias.flatten(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kernels = kernels_for(x.device, x.dtype)
-        if kernels == "triton":
-            from diffusion_kernels.rms_norm_silu import rms_norm_silu
-        elif kernels == "cpu":
-            from diffusion_kernels.cpu import rms_norm_silu
-        else:
-            return self._in_torch(x)
-        # Not every convolution keeps the layout where there is one frame.
-        x = x.contiguous(memory_format=torch.channels_last_3d)
-        return rms_norm_silu(x, self.gamma, self.bias)
-
-    def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
+        if (kernel := _kernel("rms_norm_silu", x)) is not None:
+            # Not every convolution keeps the layout where there is one frame.
+            return kernel(x.contiguous(memory_format=torch.channels_last_3d), self.gamma, self.bias)
         pixels = x.movedim(1, -1)  # dense, since x is channels_last
         # eps: F.normalize's, which bounds the norm by 1e-12, hardly differs for vectors that are not all but zero.
         y = F.rms_norm(pixels, (pixels.shape[-1],), self.gamma, eps=1e-24)

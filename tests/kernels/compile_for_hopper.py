@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusion_kernels import checks
+from diffusion_kernels import gpu
 from diffusion_kernels.group_norm_silu import group_norm_silu
 from diffusion_kernels.rms_norm_silu import rms_norm_silu
 from diffusion_kernels.to_uint8 import to_uint8
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     hopper = Hopper()
     driver.set_active(hopper)
     # The launching functions take these CPU tensors for a GPU's.
-    checks.INTERPRETED = True
+    gpu.INTERPRETED = True
     report_instead_of_launching(hopper)
     for name, (shape, groups, dtype) in CASES.items():
         hopper.case = name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from tests.kernels.numerics import assert_close, channels_last, random
 
 EPS = 1e-6
-SOURCES = Path(cpu.__file__).parent
+ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 # What a CPU of each level of x86-64 has at least, in the words of torch.cpu.
 LEVELS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512_bw"}
@@ -37,14 +39,14 @@ RMS_SHAPES = [(1, 32, 2, 32, 32), (1, 96, 3, 7, 5), (3, 24, 1, 1, 1), (2, 30, 2,
 
 
 def compile_for(level: str, folder: Path) -> ctypes.CDLL:
-    """The same sources for one kind of CPU alone, as ``target_clones`` compiles them."""
+    """The extension of pyproject.toml for one kind of CPU alone."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    (extension,) = settings["ext-modules"]
     target = folder / "kernels.so"
-    options = "-std=c++20 -O3 -fopenmp -fno-math-errno -fno-trapping-math -shared -fPIC -DFOR_EACH_CPU="
-    sources = [SOURCES / "group_norm_silu.cpp", SOURCES / "rms_norm_silu.cpp"]
+    options = [*extension["extra-compile-args"], "-shared", "-fPIC", "-DFOR_EACH_CPU=", f"-march={level}"]
+    sources = [ROOT / source for source in extension["sources"]]
     assert COMPILER
-    subprocess.run(
-        [COMPILER, *options.split(), f"-march={level}", *sources, "-o", target], check=True, timeout=120
-    )
+    subprocess.run([COMPILER, *options, *sources, "-o", target], check=True, timeout=120)
     return ctypes.CDLL(str(target))
 
 
@@ -71,6 +73,16 @@ def parameters(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tenso
 
 def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return channels_last(random(*shape, dtype=dtype)).cpu()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_groups(x: Tensor, groups: int, *, silu: bool = True) -> None:
@@ -131,7 +143,7 @@ class TestGroupNormSiLU:
         expected = torch.nn.functional.silu(bias.double())[None, :, None, None].expand(x.shape)
         assert_close(cpu.group_norm_silu(x, 8, weight, bias, EPS), expected)
 
-    @pytest.mark.parametrize("scale", [1e-20, 1e15])
+    @pytest.mark.parametrize("scale", [1e-20, 1e15, 1e18])
     @pytest.mark.parametrize("dtype", cpu.DTYPES)
     def test_tiny_and_large_values(self, scale: float, dtype: torch.dtype) -> None:
         check_groups((image(1, 64, 9, 9) * scale).to(dtype), 8)
@@ -149,16 +161,12 @@ class TestGroupNormSiLU:
         assert torch.equal(result, clean)
 
     def test_neither_threads_nor_a_batch_change_a_byte(self) -> None:
-        x = image(3, 64, 61, 67, dtype=torch.bfloat16)
+        x = image(3, 64, 61, 67)
         weight, bias = parameters(64)
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)
+        with threads(1):
             together = cpu.group_norm_silu(x, 4, weight, bias, EPS)
-            torch.set_num_threads(3)
+        with threads(3):
             alone = [cpu.group_norm_silu(each[None], 4, weight, bias, EPS) for each in x]
-        finally:
-            torch.set_num_threads(threads)
         assert torch.equal(torch.cat(alone), together)
 
     def test_parameters_may_be_of_another_dtype_than_the_input(self) -> None:
@@ -170,9 +178,18 @@ class TestGroupNormSiLU:
     def test_silu_of_values_far_from_zero(self) -> None:
         weight, bias = torch.ones(8), torch.tensor([-1e4, -100.0, -89.0, -42.0, 42.0, 89.0, 100.0, 1e4])
         x = torch.zeros(1, 8, 1, 1)
-        actual = cpu.group_norm_silu(x, 8, weight, bias, EPS).flatten()
-        assert_close(actual, torch.nn.functional.silu(bias.double()))
-        assert (actual[:4].double().abs() < 1e-13).all()
+        actual = cpu.group_norm_silu(x, 8, weight, bias, EPS).flatten().double()
+        expected = torch.nn.functional.silu(bias.double())
+        assert ((actual - expected).abs() < 1e-13 + 3 * torch.finfo(torch.float32).eps * expected.abs()).all()
+
+    @pytest.mark.parametrize(("low", "high", "ulps"), [(-41.0, 0.0, 40), (0.0, 90.0, 3)])
+    def test_silu_is_as_exact_as_promised(self, low: float, high: float, ulps: float) -> None:
+        """A GroupNorm of zeros is its biases."""
+        bias = torch.linspace(low, high, 100_001)
+        x = torch.zeros(1, len(bias), 1, 1).contiguous(memory_format=torch.channels_last)
+        actual = cpu.group_norm_silu(x, 1, torch.ones_like(bias), bias, EPS).flatten().double()
+        expected = torch.nn.functional.silu(bias.double())
+        assert ((actual - expected).abs() <= ulps * torch.finfo(torch.float32).eps * expected.abs()).all()
 
 
 @pytest.mark.usefixtures("library")
@@ -191,6 +208,15 @@ class TestRmsNormSiLU:
     @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-13, 1e-10, 1e15])
     def test_values_below_and_above_the_clamp_of_the_norm(self, scale: float) -> None:
         check_rms(image(1, 96, 2, 3, 3) * scale)
+
+    def test_threads_do_not_change_a_byte(self) -> None:
+        x = image(2, 129, 3, 61, 67)
+        gamma, bias = parameters(129)
+        made = []
+        for count in (1, 3):
+            with threads(count):
+                made.append(cpu.rms_norm_silu(x, gamma, bias))
+        assert torch.equal(*made)
 
     def test_what_is_not_a_number_stays_in_its_pixel(self) -> None:
         x = image(1, 96, 2, 5, 5, dtype=torch.bfloat16)
@@ -241,6 +267,21 @@ def test_rms_norm_refuses(changes: dict[str, Any], message: str) -> None:
     arguments["gamma"] = arguments.pop("weight")
     with pytest.raises(ValueError, match=message.replace("weight", "gamma")):
         cpu.rms_norm_silu(**arguments)
+
+
+@pytest.mark.skipif(not cpu.is_built(), reason="the package was installed without a compiler")
+def test_what_pytorch_makes_by_default_does_not_matter() -> None:
+    """Loading a model sets the default dtype for a moment, for all threads."""
+    x, weight, bias = image(2, 32, 33, 31), *parameters(32)
+    kernels = (lambda: cpu.group_norm_silu(x, 8, weight, bias), lambda: cpu.rms_norm_silu(x, weight))
+    expected = [kernel() for kernel in kernels]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            made = [kernel() for kernel in kernels]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, made, expected))
 
 
 def test_without_the_library_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,26 +251,43 @@ def test_two_starts_at_once_share_one_set_up(checkout: Path) -> None:
 
 
 def test_kernels_are_built_again_when_their_sources_change(checkout: Path) -> None:
-    first = _serve(checkout)
-    assert "the kernels for CPUs were not built, which takes g++" in first.stderr
     kernels = checkout / "kernels" / "some_kernels"
     kernels.mkdir(parents=True)
-    (kernels / "kernel.cpp").write_text("new")
-    (kernels / "_cpu.so").write_text("of other sources")
+    source, library = kernels / "kernel.cpp", kernels / "_cpu.so"
+    source.write_text("old")
+    library.write_text("of the old source")
+    assert "the kernels for CPUs were not built" not in _serve(checkout).stderr
+    source.write_text("new")
     second = _serve(checkout)
     assert "installing the dependencies" in second.stderr
-    assert not (kernels / "_cpu.so").exists()
+    assert "the kernels for CPUs were not built" in second.stderr
+    assert not library.exists()
     assert _serve(checkout).stderr == ""
 
 
-def test_a_compiler_that_was_not_there_builds_them(checkout: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_comes_builds_kernels_and_one_that_goes_leaves_them(
+    checkout: Path, tmp_path: Path
+) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
     for folder in os.environ["PATH"].split(":"):
         for program in Path(folder).glob("*"):
             if program.name != "g++" and not (programs / program.name).is_symlink():
                 (programs / program.name).symlink_to(program)
-    assert _serve(checkout, PATH=str(programs)).returncode == 0
-    assert _serve(checkout, PATH=str(programs)).stderr == ""
-    (programs / "g++").symlink_to("/bin/true")
-    assert "installing the dependencies" in _serve(checkout, PATH=str(programs)).stderr
+    path = str(programs)
+    assert "there is no g++" in _serve(checkout, PATH=path).stderr
+    assert _serve(checkout, PATH=path).stderr == ""
+
+    compiler = programs / "g++"
+    compiler.symlink_to("/bin/true")
+    built = _serve(checkout, PATH=path)
+    assert "installing the dependencies" in built.stderr
+    assert "shows why" in built.stderr  # this project has none to build
+    library = checkout / "kernels" / "some_kernels" / "_cpu.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert _serve(checkout, PATH=path).returncode == 0
+
+    compiler.unlink()
+    assert _serve(checkout, PATH=path).stderr == ""
+    assert library.exists()
