@@ -83,10 +83,17 @@ def flow_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def mixed_precision() -> torch.autocast:
+    """bfloat16 for what gains from it, where this CPU has units for it: emulated it is slower than float32."""
+    able = torch.cpu.get_capabilities()
+    has_units = able.get("amx_bf16", False) or able.get("avx512_bf16", False)
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_units)
+
+
 def flow_loss(model: nn.Module, inputs: Sequence[Tensor], velocity: Tensor) -> Tensor:
     """How far the velocity that the model predicts is off: the mean squared error."""
     # The fused attention's backward pass is slower than plain matrix products on a CPU.
-    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", dtype=torch.bfloat16):
+    with sdpa_kernel(SDPBackend.MATH), mixed_precision():
         predicted = model(*inputs)
     loss: Tensor = (predicted.float() - velocity).pow(2).mean()
     return loss

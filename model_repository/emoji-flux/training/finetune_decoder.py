@@ -5,7 +5,7 @@ import copy
 from pathlib import Path
 
 import torch
-from common import fit, image_loss
+from common import fit, image_loss, mixed_precision
 from diffusers import AutoencoderKL
 from emoji import HERE, background_colours, composite, load_sheet
 from torch import Tensor
@@ -51,7 +51,7 @@ def finetune(
     def draw_loss() -> Tensor:
         chosen = torch.randint(len(pictures), (batch_size,))
         latents = mean[chosen] + deviation[chosen] * torch.randn_like(mean[chosen])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             output = vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
         return image_loss(output.float(), pictures[chosen])
 

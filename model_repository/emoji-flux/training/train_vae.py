@@ -5,7 +5,7 @@ import copy
 from pathlib import Path
 
 import torch
-from common import fit, image_loss
+from common import fit, image_loss, mixed_precision
 from diffusers import AutoencoderKL
 from emoji import TILE, background_colours, composite, load_sheet
 from torch import Tensor
@@ -58,7 +58,7 @@ def train(
 
     def draw_loss() -> Tensor:
         pictures = draw_batch(tiles, batch_size)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             posterior = vae.encode(pictures).latent_dist
             output = vae.decode(posterior.sample()).sample
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import clips
 import torch
-from common import fit, image_loss
+from common import fit, image_loss, mixed_precision
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, patchify, unpatchify
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -208,7 +208,7 @@ def train(
             posterior = encode_clip(vae, batch)
             latents = posterior.mean + 2 * posterior.std * torch.randn_like(posterior.std)
         latents = latents.contiguous(memory_format=torch.channels_last_3d)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mixed_precision():
             output = decode(vae, latents)
         pictures, targets = (clip.transpose(1, 2).flatten(0, 1) for clip in (output.float(), batch))
         return image_loss(pictures, targets)
