@@ -21,6 +21,7 @@ from diffusion_backend import seams
 from diffusion_backend.client import CHANNEL_ARGS, DiffusionClient, vae_decode_model
 from diffusion_backend.errors import DiffusionError
 from diffusion_backend.fast_layers import kernels_for
+from diffusion_backend.fast_path import fast_dtype
 from diffusion_backend.processes import LaunchError
 from diffusion_backend.quality import TIERS, Tier
 from diffusion_backend.repository import BuildOptions, add
@@ -133,8 +134,10 @@ def test_the_fast_picture_is_nearly_the_lossless_one(client: DiffusionClient) ->
     made = [client.generate(MODEL, PROMPT, seed=1, quality=each) for each in ("lossless", "high", "lossless")]
     assert [each.info["decode_path"] for each in made] == ["lossless", "fast", "lossless"]
     lossless, fast, again = (each.images.astype(int) for each in made)
-    # Above 40 dB. In float32 rounding may not change a single byte.
-    assert np.square(lossless - fast).mean() / 255**2 < 1e-4
+    mse = float(np.square(lossless - fast).mean()) / 255**2
+    assert mse < 1e-4  # above 40 dB
+    # Not the same decoder; in float32 rounding may not change a single byte.
+    assert mse > 1e-8 or fast_dtype(torch.device("cpu"), torch.float32) == torch.float32
     np.testing.assert_array_equal(lossless, again)
 
 
