@@ -35,6 +35,12 @@ def require_channels_last(x: Tensor, dimensions: tuple[int, ...]) -> torch.memor
     return layout
 
 
+def require_groups(num_groups: int, channels: int) -> None:
+    """Refuses groups that do not divide the channels."""
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"num_groups is {num_groups}: expected a divisor of the {channels} channels")
+
+
 def require_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
     """Refuses a parameter that is not one dense floating-point value a channel on the device of ``x``."""
     channels = x.shape[1]

@@ -18,6 +18,7 @@ from torch import Tensor
 from diffusion_kernels.checks import (
     require_channels_last,
     require_cpu,
+    require_groups,
     require_input,
     require_no_grad,
     require_parameter,
@@ -102,8 +103,7 @@ def group_norm_silu(
     require_parameter("bias", bias, x)
     require_no_grad(x=x, weight=weight, bias=bias)
     batch, channels, height, width = x.shape
-    if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"num_groups is {num_groups}: expected a divisor of the {channels} channels")
+    require_groups(num_groups, channels)
     rows = height * width
     rows_per_chunk = min(max(rows // _CHUNKS, _MIN_CHUNK_ROWS), _MAX_CHUNK_ROWS)
     chunks = -(-rows // rows_per_chunk)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from diffusion_kernels.checks import (
     require_channels_last,
+    require_groups,
     require_input,
     require_no_grad,
     require_parameter,
@@ -323,8 +324,7 @@ def group_norm_silu(
     require_parameter("bias", bias, x)
     require_no_grad(x=x, weight=weight, bias=bias)
     batch, channels, height, width = x.shape
-    if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"num_groups is {num_groups}: expected a divisor of the {channels} channels")
+    require_groups(num_groups, channels)
     rows = height * width
     block_channels = _channel_block(channels)
     channel_blocks = triton.cdiv(channels, block_channels)
