@@ -14,6 +14,8 @@ from tests.running_server import ROOT, RunningServer, running_server
 
 # As the stages do: the tests' own threads must not keep a core from the server's processes.
 tune_process()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each test of several that run at a time has a core
 
 # An operator's own, beside ours: it is loaded, and no model of the OpenAI API.
 FOREIGN_ENSEMBLE = """
@@ -28,6 +30,14 @@ ensemble_scheduling { step [ {
 } ] }
 parameters { key: "owner" value: { string_value: "somebody" } }
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several run at a time: one process has all of a family, which it saves and adds once, or of a module."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        group = getattr(parameters.get("family"), "name", item.path.stem)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

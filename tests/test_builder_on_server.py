@@ -146,22 +146,19 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return repository
 
 
-@pytest.mark.parametrize(
-    ("file", "sample"),
-    [
-        ("broken_encode/warmup/default.prompt", "default"),
-        ("broken_denoise/warmup/64x64.conditioning", "64x64"),
-        ("broken_vae_decode/warmup/64x64_high.settings", "64x64_high"),
-    ],
-)
-def test_a_broken_warmup_stops_the_server_and_names_the_sample(
-    sound: Path, tmp_path: Path, file: str, sample: str
-) -> None:
+def test_broken_warmups_stop_the_server_and_name_the_samples(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "repository")
-    path = tmp_path / "repository" / file
-    path.write_bytes(path.read_bytes()[:4] + b"\xff" * (path.stat().st_size - 4))
-    words = f"warmup sample '{sample}' \\(.*{path.name}.*\\) cannot be used: "
-    assert re.search(words, failure_of(tmp_path))
+    samples = {
+        "broken_encode/warmup/default.prompt": "default",
+        "broken_denoise/warmup/64x64.conditioning": "64x64",
+        "broken_vae_decode/warmup/64x64_high.settings": "64x64_high",
+    }
+    paths = {tmp_path / "repository" / file: sample for file, sample in samples.items()}
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:4] + b"\xff" * (path.stat().st_size - 4))
+    told = failure_of(tmp_path)
+    for path, sample in paths.items():
+        assert re.search(f"warmup sample '{sample}' \\(.*{path.name}.*\\) cannot be used: ", told)
 
 
 def test_a_warmup_whose_file_is_gone_names_the_file(sound: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from diffusion_backend.conditioning import Call, Conditioning, pack, unpack
 from diffusion_backend.errors import DiffusionError, Status
 from safetensors.torch import save
 
+pytestmark = pytest.mark.parallel
+
 
 def sample() -> Conditioning:
     base = torch.arange(12.0).reshape(3, 4)

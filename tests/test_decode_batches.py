@@ -27,6 +27,8 @@ from diffusion_backend.stages.decode_settings import DecodeSettings
 from diffusion_backend.stages.decoder import Decoder
 from diffusion_backend.stages.vae_decode import TritonPythonModel
 
+pytestmark = pytest.mark.parallel
+
 DEFAULT = 64 * 64
 
 

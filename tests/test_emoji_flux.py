@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL, FluxPipeline
 MODEL = Path(__file__).resolve().parents[1] / "model_repository/emoji-flux"
 PIPELINE = MODEL / "pipeline"
 
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = [pytest.mark.parallel, pytest.mark.usefixtures("two_threads")]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch.nn.functional import unfold
 
 PIPELINE = Path(__file__).resolve().parents[1] / "model_repository/emoji-wan/pipeline"
 
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = [pytest.mark.parallel, pytest.mark.usefixtures("two_threads")]
 
 
 def draw(subject: clips.Subject, offset: int) -> torch.Tensor:

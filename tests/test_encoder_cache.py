@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from diffusion_backend.encoder_cache import EncoderCache
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
+
+pytestmark = pytest.mark.parallel
 
 ENTRY = 4 * 4  # bytes of one result
 

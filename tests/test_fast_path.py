@@ -38,6 +38,8 @@ from diffusion_kernels import cpu
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+pytestmark = pytest.mark.parallel
+
 KL = {
     "down_block_types": ["DownEncoderBlock2D"] * 3,
     "up_block_types": ["UpDecoderBlock2D"] * 3,

@@ -14,6 +14,8 @@ from diffusion_backend import input_image
 from diffusion_backend.errors import DiffusionError, Status
 from PIL import Image
 
+pytestmark = pytest.mark.parallel
+
 WIDTH, HEIGHT = 24, 12
 ORIENTATION = 0x0112
 

@@ -10,6 +10,8 @@ from diffusion_backend import batching
 from diffusion_backend.batching import Digests, UnjoinableError, read_call
 from torch import nn
 
+pytestmark = pytest.mark.parallel
+
 
 class Denoiser(nn.Module):
     def forward(self, hidden_states: Any, timestep: Any = None, **others: Any) -> Any:

@@ -12,6 +12,8 @@ from diffusion_backend.lora_choice import MAX_WEIGHT, check_loras, to_text
 from diffusion_backend.model_config import read_model_config
 from diffusion_backend.settings import ModelLimits, Settings, check, parse_limits, resolve
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = {"pixel": "/a", "ink.v2": "/b", "wool": "/c"}
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "kernels", "openai_adapter", "python_backend")
 

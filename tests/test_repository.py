@@ -24,6 +24,8 @@ from diffusion_backend.repository import BuildOptions, add, read_model, remove
 from diffusion_backend.settings import ModelLimits
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = ROOT / "model_repository"
 PIPELINE = REPOSITORY / "emoji-flux/pipeline"

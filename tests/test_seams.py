@@ -24,6 +24,8 @@ from diffusion_backend.tasks import IMAGE_EDIT, IMAGE_TO_IMAGE, IMAGE_TO_VIDEO, 
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).resolve().parents[1]
 FLUX = ROOT / "model_repository/emoji-flux"
 CPU = torch.device("cpu")

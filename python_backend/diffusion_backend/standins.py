@@ -8,6 +8,8 @@ is replaced.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from diffusion_backend.oddities import transformers_config
-from diffusion_backend.values import map_tensors
+from diffusion_backend.values import map_tensors, to_skeleton
 
 Method = Callable[..., Any]
 
@@ -132,23 +134,51 @@ def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | No
 
 
 def _dry(method: Method) -> Method:
+    """``method`` of one component. What it was given before, to the bit, it answers from memory.
+
+    Runs that try sizes and numbers of frames differ little: the prompt's encoders, for one, are always given the same.
+    """
+    made: dict[str, Any] = {}
+
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = _digest(self, args, kwargs)
+        outputs = made[given] if given in made else compute(self, args, kwargs)
+        if given is not None:
+            made[given] = outputs
+        return tree_map(lambda leaf: map_tensors(leaf, real), outputs)
+
+    def compute(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = _DryMode()
         weights = {
             f"module.{name}": mode.fake(parameter.detach()) for name, parameter in self.named_parameters()
         }
         with mode:
-            outputs = functional_call(_Method(self, method), weights, args, kwargs)
-        return tree_map(lambda leaf: map_tensors(leaf, real), outputs)
+            return functional_call(_Method(self, method), weights, args, kwargs)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, FakeTensor):
-            return tensor
+            return tensor.clone()
         if method.__name__ == "decode":  # only looked at, and a clip's would take gigabytes
             return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
         return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     return run
+
+
+def _digest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Of all that a dry run's outputs depend on; None where an argument is an object that may be anything."""
+
+    def digest(tensor: torch.Tensor) -> list[Any]:
+        data = (
+            tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
+        )
+        return [*tensor.shape, *tensor.stride(), str(tensor.dtype), hashlib.blake2b(data).hexdigest()]
+
+    try:
+        dtypes = [str(parameter.dtype) for parameter in module.parameters()]  # pipelines change them
+        return json.dumps([dtypes, to_skeleton((args, kwargs), digest)])
+    except TypeError:
+        return None
 
 
 class _Method(nn.Module):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting, DiffusionPipeline
+from diffusers import DiffusionPipeline
 
 from diffusion_backend import seams
 from diffusion_backend.tasks import (
@@ -30,6 +30,9 @@ def pipelines_by_task(pipe: DiffusionPipeline) -> dict[str, DiffusionPipeline]:
     """The pipelines of all tasks that ``pipe`` and its relatives may do; its own tasks come first."""
     if seams.makes_video(pipe):
         return dict.fromkeys((TEXT_TO_VIDEO, IMAGE_TO_VIDEO), pipe)
+    # They import every pipeline of pictures, which takes a tenth of a stage's start.
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
+
     call = inspect.signature(type(pipe).__call__).parameters
     found = {} if is_required("image", call) else {TEXT_TO_IMAGE: pipe}
     if "image" in call:

@@ -36,6 +36,8 @@ from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU
 from tests.families.wan import wan21, wan21_image
 
+pytestmark = pytest.mark.parallel
+
 MODEL = "tiny"
 # The size, the step of the sizes, and the rank of the latents; of video also the numbers of frames (the default, the
 # smallest, the largest, their step) and how many a second.

@@ -17,6 +17,8 @@ from tests.families.catalogue import FAMILIES
 from tests.families.family import Family
 from tests.families.four_requests import PROMPTS, FourRequests
 
+pytestmark = pytest.mark.parallel
+
 # float32 rounds differently in a batch, and each step carries that on. The second one is for the random weights of a
 # family (PixArt) whose latents grow into the thousands, where two neighbouring float32 are 1.2e-4 apart.
 TOLERANCE = 1e-4

@@ -2,7 +2,8 @@
 
 A model's three processes take 1.2 GB and some six seconds of two cores to start. All models at once would need 16 GB,
 and a server for each would start one after the other what Triton starts side by side: so a few share one, which ends
-before the next begins.
+before the next begins. The first has one model of each kind; those of the others are for ``./test --long``: their
+pipelines differ, which ``test_image_tasks.py`` compares without a server.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from PIL import Image, ImageOps
 from tests.families.catalogue import FAMILIES, IMAGE_TASKS
 from tests.families.conftest import Added
 from tests.families.family import PROMPT, Family
-from tests.families.flux import chroma
+from tests.families.flux import chroma, fill, klein, kontext
+from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import images_of, plain_pipeline
 from tests.running_server import running_server
 
@@ -39,7 +41,8 @@ MODELS_AT_ONCE = 5
 SEED = 7
 PICTURES_ONLY = chroma
 ON_DISK = {family.build for family in (*IMAGE_TASKS, PICTURES_ONLY)}
-MODELS = [family for family in FAMILIES if family.build in ON_DISK]
+FIRST = (sd15, kontext, fill, klein, PICTURES_ONLY)
+MODELS = [*FIRST, *(family for family in FAMILIES if family.build in ON_DISK and family not in FIRST)]
 EDITS = [family for family in IMAGE_TASKS if family.task == IMAGE_EDIT]
 
 Pixels = npt.NDArray[np.int16]
@@ -78,10 +81,17 @@ def served(families: Sequence[Family]) -> pytest.MarkDecorator:
     first = [builds.index(family.build) // MODELS_AT_ONCE * MODELS_AT_ONCE for family in families]
     return pytest.mark.parametrize(
         ("serving", "family"),
-        list(zip(first, families, strict=True)),
+        [
+            pytest.param(
+                number,
+                family,
+                id=f"{family.name}, {family.task}, {family.images}",
+                marks=pytest.mark.long if number else (),
+            )
+            for number, family in zip(first, families, strict=True)
+        ],
         indirect=["serving"],
         scope="module",  # that of the fixture, so that tests are ordered by it
-        ids=[f"{family.name}, {family.task}, {family.images}" for family in families],
     )
 
 

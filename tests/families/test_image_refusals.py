@@ -20,6 +20,8 @@ from tests.families.family import Family
 from tests.families.flux import flux2_dev, klein
 from tests.families.three_stages import CPU, limits_of, settings_of
 
+pytestmark = pytest.mark.parallel
+
 ODD = [(16, 16), (32, 32), (48, 64), (16, 1024), (1024, 16)]  # as the first image is when they are asked for
 EDITS = {family.name: family for family in IMAGE_TASKS if family.task == IMAGE_EDIT and family.images == 1}
 

@@ -25,6 +25,8 @@ from tests.families.test_batching import compare_both_ways
 from tests.families.test_parity import check
 from tests.families.three_stages import CPU
 
+pytestmark = pytest.mark.parallel
+
 Saved = Callable[[Family], Path]
 of_each_task = pytest.mark.parametrize(
     "family", IMAGE_TASKS, ids=lambda family: f"{family.name}, {family.task}, {family.images}"

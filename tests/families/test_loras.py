@@ -32,6 +32,8 @@ from tests.families.stable_diffusion import sd15
 from tests.families.three_stages import CPU, arguments_of, limits_of, settings_of
 from tests.families.wan import wan21
 
+pytestmark = pytest.mark.parallel
+
 Saved = Callable[[Family], Path]
 # What each of two LoRAs has parts for.
 PARTS: dict[Family, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -20,7 +20,8 @@ from tests.families.dit import qwen_image, z_image
 from tests.families.family import PROMPT, Family
 from tests.families.stable_diffusion import sd3, sdxl
 
-MODELS = {"sdxl": sdxl, "sd3": sd3, "z-image": z_image, "qwen-image": qwen_image}
+MODELS = {"sdxl": sdxl, "z-image": z_image, "sd3": sd3, "qwen-image": qwen_image}
+SHORT, LONG = ("sdxl", "z-image"), ("sd3", "qwen-image")  # a server each
 # Two sizes, a guided and an unguided request, and one that gives nothing but a seed.
 REQUESTS = [
     {"seed": 1},
@@ -31,12 +32,12 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def client(
-    saved: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, saved: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DiffusionClient]:
-    """A client of a server with the four models."""
+    """A client of a server with the models of these names."""
     repository = tmp_path_factory.mktemp("repository")
-    for name, family in MODELS.items():
-        add(str(saved(family)), name, repository)
+    for name in request.param:
+        add(str(saved(MODELS[name])), name, repository)
     with (
         TritonServer(repository, data_dir=tmp_path_factory.mktemp("data")) as triton,
         DiffusionClient(triton.grpc_url) as client,
@@ -44,7 +45,15 @@ def client(
         yield client
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("client", "name"),
+    [
+        *((SHORT, name) for name in SHORT),
+        *(pytest.param(LONG, name, marks=pytest.mark.long) for name in LONG),
+    ],
+    indirect=["client"],
+    scope="module",
+)
 def test_the_servers_pictures_equal_unsplit_diffusers(
     name: str, client: DiffusionClient, saved: Callable[[Family], Path]
 ) -> None:

@@ -16,6 +16,8 @@ from tests.families.conftest import Added
 from tests.families.family import Family
 from tests.families.three_stages import Made, split, unsplit
 
+pytestmark = pytest.mark.parallel
+
 Saved = Callable[[Family], Path]
 
 

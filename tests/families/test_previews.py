@@ -17,6 +17,8 @@ from tests.families.catalogue import FAMILIES
 from tests.families.family import Family
 from tests.families.four_requests import FourRequests
 
+pytestmark = pytest.mark.parallel
+
 NUMBER = 3  # the request with the most steps
 
 

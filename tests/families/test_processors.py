@@ -19,6 +19,8 @@ from tests.families.dit import qwen_edit
 from tests.families.family import PROMPT, Family
 from tests.families.flux import flux2_dev
 
+pytestmark = pytest.mark.parallel
+
 Saved = Callable[[Family], Path]
 VIDEO_PART = {"video_processor_type": "Qwen2VLVideoProcessor", "processor_class": "Qwen2VLProcessor"}
 

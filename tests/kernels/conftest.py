@@ -51,7 +51,9 @@ class InterpretedModule(pytest.Module):
     """A file that isn't imported here."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedTests.from_parent(self, name="interpreted")
+        test = InterpretedTests.from_parent(self, name="interpreted")
+        test.add_marker("parallel")
+        yield test
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

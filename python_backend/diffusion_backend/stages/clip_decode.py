@@ -32,7 +32,7 @@ class TritonPythonModel:
     """Decodes one clip after the other, on a thread of its own: what tells of progress passes it by meanwhile."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        common.tune_process()
+        common.prepare_process()
         from diffusion_backend.tombstones import Tombstones
 
         self._tombstones = Tombstones()

@@ -48,7 +48,7 @@ class TritonPythonModel:
     """Admits requests and answers them. The engine's thread does the work; ``execute`` never waits for it."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        common.tune_process()
+        common.prepare_process()
         from diffusion_backend import conditioning, engine, previews, progress, seams, task_pipelines
         from diffusion_backend.loading import Stage
         from diffusion_backend.loras import LoraSwitch

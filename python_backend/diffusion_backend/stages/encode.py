@@ -19,7 +19,7 @@ class TritonPythonModel:
     """Runs the encoders. Each request of a batch is encoded by itself: exact, whatever its batch mates."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        common.tune_process()
+        common.prepare_process()
         from diffusion_backend import conditioning, input_image, loading, seams, task_pipelines
         from diffusion_backend.encoder_cache import EncoderCache
         from diffusion_backend.loras import LoraSwitch

@@ -27,7 +27,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        common.tune_process()
+        common.prepare_process()
         from diffusion_backend.tombstones import Tombstones
 
         self._tombstones = Tombstones()
