@@ -169,9 +169,8 @@ def _digest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Of all that a dry run's outputs depend on; None where an argument is an object that may be anything."""
 
     def digest(tensor: torch.Tensor) -> list[Any]:
-        data = (
-            tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
-        )
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        data = whole.flatten().view(torch.uint8).numpy().tobytes()
         return [*tensor.shape, *tensor.stride(), str(tensor.dtype), hashlib.blake2b(data).hexdigest()]
 
     try:
