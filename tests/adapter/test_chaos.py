@@ -20,9 +20,11 @@ from openai_adapter.job_lease import LEASE_SECONDS
 from openai_adapter.job_table import Job, JobStatus
 from sqlalchemy import make_url
 from tcp_link import TcpLink
-from video_world import PICTURES, Frames, Serving, World, body, in_background, serve, wait_for
+from video_world import PICTURES, Frames, Serving, World, body, serve, wait_for
 
 from tests.postgres import frozen, new_database, own_postgres
+
+pytestmark = pytest.mark.timeout(600)  # tritonserver starts again more than once
 
 SEEDS = 4
 STEPS = 30  # so that kills hit work
@@ -110,13 +112,14 @@ def test_kills_at_random_moments(
         for number in range(jobs):
             world.insist(f"job {number}".replace(" ", "-"), seed=number % SEEDS, steps=STEPS)
 
-    submitting = in_background(submit)
-    for number in range(kills):
-        time.sleep(choose.uniform(0.5, 6))
-        if number == kills // 2:
-            world.serving.kill_tritonserver()
-        world.kill(choose.randrange(adapters))
-    submitting.join()
+    with ThreadPoolExecutor(1) as pool:
+        submitting = pool.submit(submit)
+        for number in range(kills):
+            time.sleep(choose.uniform(0.5, 6))
+            if number == kills // 2:
+                world.serving.kill_tritonserver()
+            world.kill(choose.randrange(adapters))
+    submitting.result()
 
     def are_done() -> bool:
         return all(job.completed_at for job in world.rows())

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -148,8 +147,12 @@ class World:
         return str(answer.json()["id"])
 
     def insist(self, key: str, **fields: Any) -> str:
-        """The id of the job of this key, from whichever adapter answers first."""
-        for _ in range(600):
+        """The id of the job of this key, from whichever adapter answers first.
+
+        An adapter that starts while there is no tritonserver knows no model until there is one again.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
             for adapter in list(self.adapters):
                 with contextlib.suppress(httpx.TransportError):
                     headers = {"Idempotency-Key": key}
@@ -201,9 +204,3 @@ class World:
 
 def body(seed: int = 0, steps: int = 3, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "a fox", "seed": seed, "num_inference_steps": steps, **more}
-
-
-def in_background(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
