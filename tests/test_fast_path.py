@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,13 @@ def test_the_algebra_is_exact(name: str) -> None:
     assert not torch.equal(fast, lossless), "the same decoder ran"
 
 
+@cache
+def decoded_by_the_vae(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """In ``dtype``, and in float64."""
+    vae, latents = make(name)
+    return decode(copy.deepcopy(vae).to(dtype), latents.to(dtype)), decode(vae.double(), latents.double())
+
+
 @pytest.mark.parametrize("name", VAES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_kernels", [True, False])
@@ -130,8 +138,7 @@ def test_it_decodes_in_its_own_dtype_and_returns_the_vaes(
         pytest.skip("there are no kernels for it here")
     monkeypatch.setattr(fast_layers, "kernels_for", lambda *_: kernels if has_kernels else None)
     vae, latents = make(name)
-    own = decode(copy.deepcopy(vae).to(dtype), latents.to(dtype))
-    exact = decode(copy.deepcopy(vae).double(), latents.double())
+    own, exact = decoded_by_the_vae(name, dtype)
     install(vae, dtype)
     with use_vae_fast_path(vae, True):
         fast = decode(vae, latents)
