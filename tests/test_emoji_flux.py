@@ -78,6 +78,7 @@ def test_training_objective_is_the_one_the_weights_were_trained_on(vae: Any, til
     assert (velocity - batch.velocity).pow(2).mean() < 0.2
 
 
+@pytest.mark.long
 def test_vae_training_learns(tiles: torch.Tensor) -> None:
     """The autoencoder's loss falls clearly within seconds."""
     _, losses = train_vae.train(tiles[:8], minutes=5, max_steps=50, batch_size=8)

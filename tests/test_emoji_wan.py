@@ -79,6 +79,7 @@ def test_model_moves_what_it_is_asked_to() -> None:
     assert score.share == 1, str(score)
 
 
+@pytest.mark.long
 def test_vae_training_learns_and_leaves_the_latents_alone() -> None:
     """The decoder's loss falls clearly within seconds, and only the decoder changes."""
     subjects = clips.seen_subjects(clips.NAMES[:1])[:1]

@@ -89,7 +89,9 @@ def assert_right(frames: Frames, seed: int, undisturbed: list[Frames]) -> None:
 
 
 @pytest.mark.parametrize(("jobs", "kills"), [(12, 2), pytest.param(60, 12, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("engine", "adapters"), [("postgres", 2), ("sqlite", 1)])
+@pytest.mark.parametrize(
+    ("engine", "adapters"), [("postgres", 2), pytest.param("sqlite", 1, marks=pytest.mark.long)]
+)
 def test_kills_at_random_moments(
     request: pytest.FixtureRequest,
     make_world: Callable[..., World],
@@ -207,6 +209,7 @@ def test_deletions_that_race_completions(
     assert world.rows() == []
 
 
+@pytest.mark.long
 def test_a_database_that_is_away_for_a_while(make_world: Callable[..., World], postgres_url: str) -> None:
     """What runs goes on, clients are told to come again, and nothing is lost."""
     world = make_world(postgres_url)
@@ -237,6 +240,7 @@ def test_a_database_that_is_away_for_a_while(make_world: Callable[..., World], p
         assert sum(job.token - 1 for job in world.rows()) == 0
 
 
+@pytest.mark.long
 def test_a_database_that_is_frozen(make_world: Callable[..., World]) -> None:
     """For longer than leases last: clients are told so in time, and afterwards all is made, and published once."""
     with own_postgres() as server, new_database(server) as url:
@@ -277,7 +281,7 @@ def published_by(jobs: Sequence[Job]) -> set[str]:
     return {entry["name"] for job in jobs for entry in job.files.values()}
 
 
-@pytest.mark.parametrize("clock_off", ["-300", "300"])
+@pytest.mark.parametrize("clock_off", ["-300", pytest.param("300", marks=pytest.mark.long)])
 def test_an_adapter_that_is_killed_while_it_makes_a_keyed_image(
     make_world: Callable[..., World], postgres_url: str, clock_off: str
 ) -> None:
@@ -320,6 +324,7 @@ def test_an_adapter_that_is_killed_while_it_makes_a_keyed_image(
     assert world.names() == published_by([job])
 
 
+@pytest.mark.long
 def test_clocks_that_differ_by_minutes(make_world: Callable[..., World], postgres_url: str) -> None:
     """Nobody takes what another one works on; what is left by one that is gone is taken over in time."""
     world = make_world(postgres_url)
@@ -369,6 +374,7 @@ def test_a_store_that_is_away_for_a_while(make_world: Callable[..., World], sqli
     assert world.wait(job_id, "completed").attempts == 1
 
 
+@pytest.mark.long
 def test_videos_larger_than_all_may_be(make_world: Callable[..., World], sqlite_url: str) -> None:
     """They are removed as soon as they are swept, and the adapter lives on."""
     world = make_world(sqlite_url, "--job-max-bytes", "10", "--job-ttl-seconds", "5")

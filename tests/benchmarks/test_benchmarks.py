@@ -36,6 +36,7 @@ def _assert_positive(figures: dict[str, float], names: tuple[str, ...]) -> None:
     assert {name: figures.get(name) for name in names if not figures.get(name, 0) > 0} == {}
 
 
+@pytest.mark.long
 def test_overhead(tmp_path: Path) -> None:
     """Times of all three ways; what they add may be anything, noise may even make it negative."""
     figures = _figures("overhead", tmp_path / "figures.json")
@@ -101,6 +102,7 @@ def test_vae_decode(tmp_path: Path) -> None:
         assert figures[f"{prefix}lossless_ms"] > 1.1 * figures[f"{prefix}fast_float32_ms"]
 
 
+@pytest.mark.long
 def test_vae_operations(tmp_path: Path) -> None:
     """The shares are those of the whole."""
     figures = _figures("vae_operations", tmp_path / "figures.json")

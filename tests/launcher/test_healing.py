@@ -178,7 +178,10 @@ def test_a_model_is_unloaded_while_another_serves(serving: Launched, expected: l
     load.assert_well(expected)
 
 
-@pytest.mark.parametrize("stage", ["encode", "denoise", "vae_decode"])
+@pytest.mark.parametrize(
+    "stage",
+    ["denoise", *(pytest.param(stage, marks=pytest.mark.long) for stage in ("encode", "vae_decode"))],
+)
 def test_a_killed_stage(serving: Launched, expected: list[Pixels], stage: str) -> None:
     kill_stub(serving, f"{MODEL}_{stage}", expected)
 
@@ -203,10 +206,12 @@ def test_a_model_is_loaded_while_another_serves(serving: Launched, expected: lis
     load.assert_well(expected)
 
 
+@pytest.mark.long
 def test_one_of_two_instances(serving: Launched, expected: list[Pixels]) -> None:
     kill_stub(serving, f"{TWIN}_denoise", expected, TWIN)
 
 
+@pytest.mark.long
 def test_a_model_whose_weights_are_gone(serving: Launched, expected: list[Pixels]) -> None:
     """It is tried again and again, and nobody else notices."""
     stage = f"{TWIN}_vae_decode"
