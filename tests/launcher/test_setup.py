@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.parallel
+
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SETUP_FILES = ("serve", ".ci/setup.sh", "python_backend/diffusion_backend/bootstrap.py")
