@@ -48,6 +48,10 @@ class Launched:
         """What it has printed."""
         return (self.folder / "output").read_text()
 
+    def triton_log(self) -> str:
+        """That of the tritonserver that runs now."""
+        return (self.data_dir / "logs" / "tritonserver.log").read_text()
+
     def groups(self) -> list[int]:
         """Its children, each with a process group: tritonserver, the adapter, and a guard each."""
         pid = self.process.pid

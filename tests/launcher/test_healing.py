@@ -193,7 +193,9 @@ def test_a_killed_tritonserver(serving: Launched, expected: list[Pixels]) -> Non
     assert not regions & set(serving.regions())
     # What was unloaded on purpose stays so.
     assert served(serving) == {MODEL}
-    assert TWIN not in serving.output().split("Ctrl-C stops it")[1]
+    log = serving.triton_log()
+    assert f"loading: {MODEL}_denoise:1" in log
+    assert f"loading: {TWIN}" not in log
 
 
 def test_a_model_is_loaded_while_another_serves(serving: Launched, expected: list[Pixels]) -> None:
